@@ -1,0 +1,46 @@
+# PYTHON makes the environment (3.11 or newer); ARGS goes to the command that a target runs.
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help app test format clean
+
+help:
+	@echo "make app      install what the lab needs into .venv (once) and start it in the browser"
+	@echo "make test     the same for the tests: ruff, mypy, pytest (ARGS='-k lens' picks some)"
+	@echo "make format   let ruff tidy the code"
+	@echo "make clean    remove .venv, caches and build folders"
+	@echo "PYTHON=python3.12 names another interpreter, ARGS='--port 8600' adds options"
+
+app: .venv/installed
+	@$(BIN)/engram-lab app $(ARGS)
+
+test: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest $(ARGS)
+
+format: .venv/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch comes first and alone: no other package can then pull in another release of it.
+# setuptools is pinned like the rest, so the project is built with it and not in an isolated environment.
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Engram Lab needs Python 3.11 or newer, which '$(PYTHON)' is not; name another one: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; \
+		exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PIP) setuptools torch
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

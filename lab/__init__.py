@@ -1,0 +1,1 @@
+"""What a front end needs: the command line, the app, figures, labels, export."""

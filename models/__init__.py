@@ -1,0 +1,8 @@
+"""The Engram architecture, its training, and the handle through which any causal LM is run.
+
+Importing it registers the Engram with transformers' auto classes.
+"""
+
+from models.engram import EngramConfig, EngramForCausalLM, EngramModel
+
+__all__ = ["EngramConfig", "EngramForCausalLM", "EngramModel"]

@@ -1,0 +1,37 @@
+"""Named errors. The text of each is one sentence for a person: it names the input and the way out."""
+
+
+class LabError(ValueError):
+    """A request that cannot be served as it was made."""
+
+
+class UnknownModelError(LabError):
+    """No model of that name, folder, hub id or file."""
+
+
+class CheckpointError(LabError):
+    """A checkpoint that is incomplete, damaged or of an architecture the lab cannot run."""
+
+
+class TokenizerMismatchError(LabError):
+    """A tokenizer whose canonical ids are not those the memory was trained with."""
+
+
+class PromptError(LabError):
+    """A prompt that is empty, too long or not text."""
+
+
+class TargetError(LabError):
+    """A target or answer that is not the single token it has to be."""
+
+
+class AlignmentError(LabError):
+    """Two models whose positions cannot be matched by text."""
+
+
+class DataError(LabError):
+    """Training or evaluation text that cannot be used."""
+
+
+class Cancelled(Exception):
+    """The user cancelled; raised by a progress callback, never a failure."""

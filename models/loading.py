@@ -1,0 +1,356 @@
+"""From a name to a module and its tokenizer: shipped names, local folders, hub ids (cache first), GGUF files.
+
+Everything is read from safetensors, JSON and GGUF, never a pickle; every failure is one LabError sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from models import weightfiles
+from models.errors import CheckpointError, LabError, UnknownModelError
+
+SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "models"
+HUB_TIMEOUT = 5.0  # seconds to wait for the hub's answer
+# What a checkpoint needs; subfolders hold other formats of the same weights.
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_SKIP = ["*/*", "consolidated*.safetensors", "*.fp16.safetensors", "*.bf16.safetensors"]
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "spiece.model",
+    "tekken.json",
+    "vocab.txt",
+)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model that can be opened offline. `where` is "shipped" or "cache"; weight_bytes as stored."""
+
+    name: str
+    where: str
+    folder: Path
+    model_type: str
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint holds, ready to be wrapped."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: str
+
+
+def list_models() -> list[ModelInfo]:
+    """The shipped models, then the causal LMs in the local Hugging Face cache, each by name."""
+    found = [(folder.name, "shipped", folder) for folder in _shipped()]
+    found += [(name, "cache", folder) for name, folder in _cached()]
+    models = []
+    for name, where, folder in found:
+        try:
+            config = _read_config(folder)
+            size = sum(file.stat().st_size for file in weightfiles.weight_files(folder))
+        except CheckpointError:
+            continue
+        kind = str(config.get("model_type"))
+        if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
+            models.append(ModelInfo(name, where, folder, kind, size))
+    return models
+
+
+def _shipped() -> list[Path]:
+    return sorted(path.parent for path in SHIPPED.glob("*/config.json"))
+
+
+def _cached() -> list[tuple[str, Path]]:
+    from huggingface_hub import constants
+
+    out = []
+    for repository in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
+        try:
+            commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+        except OSError:
+            continue
+        name = repository.name.removeprefix("models--").replace("--", "/")
+        out.append((name, repository / "snapshots" / commit))
+    return out
+
+
+def resolve(name: str, trust_remote_code: bool = False) -> Path:
+    """The checkpoint folder or GGUF file of a name, downloaded if it has to be; else UnknownModelError."""
+    name = name.strip()
+    if not name:
+        raise UnknownModelError(f"No model was named; {_shipped_sentence()}")
+    if (SHIPPED / name / "config.json").is_file():
+        return SHIPPED / name
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix.lower() != ".gguf":
+        raise UnknownModelError(f'"{name}" is a file, but not .gguf: give the folder that holds config.json.')
+    if path.exists():
+        return path
+    if name[0] in "./~\\" or name.count("/") > 1 or name.lower().endswith(".gguf"):
+        raise UnknownModelError(f'There is no file or folder "{name}"; {_shipped_sentence()}')
+    return _from_hub(name, trust_remote_code)
+
+
+def _shipped_sentence() -> str:
+    names = ", ".join(folder.name for folder in _shipped())
+    return f"shipped models: {names or 'none in this installation'}."
+
+
+def _from_hub(name: str, trust_remote_code: bool) -> Path:
+    """The snapshot folder of a hub id: from the cache if it is complete there, else downloaded."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    for cached, folder in _cached():
+        if cached == name and folder.joinpath("config.json").is_file():
+            try:
+                weightfiles.weight_files(folder)
+            except CheckpointError:
+                continue
+            return folder
+    nowhere = f'"{name}" is neither a shipped model, nor a local folder, nor in the local Hugging Face cache'
+    if constants.HF_HUB_OFFLINE:
+        raise UnknownModelError(
+            f"{nowhere}, and the hub is switched off (HF_HUB_OFFLINE); {_shipped_sentence()}"
+        )
+    try:
+        # Asked first by itself, because a download has no limit on how long it waits for an answer.
+        HfApi().model_info(name, timeout=HUB_TIMEOUT)
+        patterns = [*_HUB_FILES, "*.py"] if trust_remote_code else _HUB_FILES
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_HUB_SKIP))
+    except GatedRepoError as error:
+        raise UnknownModelError(
+            f'"{name}" is gated on the hub: accept its terms there and log in.'
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UnknownModelError(f"{nowhere}, nor on the hub; {_shipped_sentence()}") from error
+    except Exception as error:  # every kind of network failure, whose classes differ between versions
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UnknownModelError(
+            f"{nowhere}, and the hub cannot be reached ({reason}); {_shipped_sentence()}"
+        ) from error
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or the best: CUDA, else CPU (MPS only if asked); LabError if it is not there."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise LabError(f'"{device}" is not a device: use cpu, cuda, cuda:1 or mps.') from error
+    if chosen.type == "cuda":
+        if (chosen.index or 0) >= torch.cuda.device_count():
+            raise LabError(
+                f'This machine has no device "{chosen}": it has {torch.cuda.device_count()} CUDA GPUs.'
+            )
+    elif chosen.type == "mps":
+        if not torch.backends.mps.is_available():
+            raise LabError('This machine has no device "mps": use cpu.')
+    elif chosen.type != "cpu":
+        raise LabError(f'A model cannot run on the device "{chosen}": use cpu, cuda or mps.')
+    return chosen
+
+
+def choose_dtype(
+    dtype: str | torch.dtype | None, device: torch.device, stored: torch.dtype | None
+) -> torch.dtype:
+    """The dtype asked for; else float32, but bfloat16 on CUDA for a checkpoint stored in 16 bits."""
+    if dtype is None:
+        half = stored in (torch.bfloat16, torch.float16)
+        return torch.bfloat16 if half and device.type == "cuda" else torch.float32
+    chosen = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if chosen is None or chosen not in _DTYPES.values():
+        raise LabError(f'"{dtype}" is not a dtype for a model: use {", ".join(_DTYPES)}.')
+    return chosen
+
+
+def load(
+    path: Path, device: torch.device, dtype: str | torch.dtype | None, trust_remote_code: bool
+) -> Loaded:
+    """Read the checkpoint at `path` (see resolve) onto `device`, in eval mode; else CheckpointError."""
+    with _quiet():
+        if path.is_file():
+            loaded = _load_gguf(path, device, dtype)
+        else:
+            loaded = _load_folder(path, device, dtype, trust_remote_code)
+        try:
+            loaded.model.eval().to(device)
+        except torch.OutOfMemoryError as error:
+            raise CheckpointError(
+                f'{path.name} does not fit into the memory of {device}: use device="cpu" or dtype="bfloat16".'
+            ) from error
+    if getattr(loaded.model.config, "engram_layer_ids", None):
+        from models.canonical import check_map
+
+        check_map(loaded.model, loaded.tokenizer)
+    return loaded
+
+
+def _load_folder(
+    folder: Path, device: torch.device, dtype: str | torch.dtype | None, trust_remote_code: bool
+) -> Loaded:
+    raw = _read_config(folder)
+    config = _build_config(folder, raw, trust_remote_code)
+    entries = weightfiles.read_headers(weightfiles.weight_files(folder))
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing.")
+    chosen = choose_dtype(dtype, device, weightfiles.stored_dtype(entries))
+    digest = weightfiles.config_digest(raw)
+    remote = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING  # code from the checkpoint itself
+    options = {"dtype": chosen, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        if remote or "quantization_config" in raw:
+            weightfiles.hash_tensors(entries, digest)
+            model, info = _from_pretrained(
+                folder, trust_remote_code=trust_remote_code, use_safetensors=True, **options
+            )
+        else:
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            model_class = model_class[0] if isinstance(model_class, tuple) else model_class
+            tensors = weightfiles.read_tensors(entries, chosen, digest)
+            model, info = model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
+            del tensors
+    except LabError:
+        raise
+    except Exception as error:  # transformers raises everything from ImportError to KeyError here
+        if "quantization_config" in raw:
+            method = (raw["quantization_config"] or {}).get("quant_method", "an unknown method")
+            raise CheckpointError(
+                f"{folder} is quantised with {method}, which cannot be run here ({first_line(error)}); "
+                "use the unquantised checkpoint."
+            ) from error
+        raise CheckpointError(f"{folder} cannot be loaded: {first_line(error)}") from error
+    _check_complete(folder, info)
+    return Loaded(model, _load_tokenizer(folder, trust_remote_code), weightfiles.short(digest))
+
+
+def _from_pretrained(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{folder} is not a checkpoint: config.json is missing.")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON ({first_line(error)}).") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is not a configuration: it holds no JSON object.")
+    return config
+
+
+def _build_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> Any:
+    kind = raw.get("model_type")
+    if kind not in CONFIG_MAPPING and not trust_remote_code:
+        if "auto_map" in raw:
+            raise CheckpointError(
+                f'{folder} is of the type "{kind}" and brings its own code, which runs only if asked for: '
+                "trust_remote_code=True."
+            )
+        raise CheckpointError(
+            f'{folder} is of the type "{kind}", an architecture that this lab does not know.'
+        )
+    try:
+        config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # a bad value anywhere in the configuration
+        raise CheckpointError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in raw.get(
+        "auto_map", {}
+    ):
+        raise CheckpointError(f'{folder} is of the type "{kind}", which is not a causal language model.')
+    return config
+
+
+def _check_complete(path: Path, info: Any) -> None:
+    """Refuse what transformers only warns about: tensors left at random, or weights that nothing uses."""
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, in_file, in_model = mismatched[0]
+        raise CheckpointError(
+            f"{path}: {name} has the shape {list(in_file)} in the file and {list(in_model)} in config.json."
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(f"{path} lacks {len(missing)} of the model's tensors, {missing[0]} for one.")
+    # A block's own weight that the architecture has no place for means another architecture.
+    unused = sorted(
+        k for k in info["unexpected_keys"] if k.endswith(".weight") and (".layers." in k or ".h." in k)
+    )
+    if unused:
+        raise CheckpointError(
+            f"{path} holds {len(unused)} weights that config.json has no place for, {unused[0]} for one."
+        )
+
+
+def _load_tokenizer(folder: Path, trust_remote_code: bool = False, **options: Any) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True, **options
+        )
+    except Exception as error:  # as with the weights, of any class
+        raise CheckpointError(f"The tokenizer of {folder} cannot be loaded: {first_line(error)}") from error
+
+
+def _load_gguf(file: Path, device: torch.device, dtype: str | torch.dtype | None) -> Loaded:
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise CheckpointError(f"{file} is not a GGUF file: it does not begin with GGUF.")
+    chosen = choose_dtype(dtype, device, torch.float32)
+    try:
+        model, info = _from_pretrained(
+            file.parent, gguf_file=file.name, dtype=chosen, output_loading_info=True
+        )
+    except ImportError as error:
+        raise CheckpointError(f"{file} is a GGUF file, and reading one needs the package gguf.") from error
+    except Exception as error:  # from the reader: anything
+        raise CheckpointError(f"{file} cannot be read as a GGUF model: {first_line(error)}") from error
+    _check_complete(file, info)
+    tokenizer = _load_tokenizer(file.parent, gguf_file=file.name)
+    return Loaded(model, tokenizer, weightfiles.file_fingerprint(file))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, cut down to a part of a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0][:240] if lines else type(error).__name__).rstrip(".")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back transformers' progress bars and reports; what matters in them is raised as an error."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,104 @@
+"""The wheel that `pip install .` makes: what is in it, and that it works from any folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("models", "probes", "lab", "pages", "assets")
+JUNK = ("__pycache__", ".DS_Store")
+
+
+def pip(*arguments: str | Path, python: Path | str = sys.executable) -> None:
+    command = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy, so that no build folder is left in the checkout or read from it."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in (*PACKAGES, "tests"):
+        shutil.copytree(ROOT / name, source / name)
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder, source)
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another environment with the wheel in it; all that it requires is taken from this one.
+
+    A folder named in a .pth file is searched last, and .pth files in it (such as an editable install of this
+    checkout) are not obeyed. It is added last, or pip would take the wheel for installed already.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=os.name == "posix")
+    python = folder / "bin" / "python"
+    pip("install", "--no-deps", "--no-index", wheel, python=python)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    (site_packages / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
+
+
+def run(environment: Path, cwd: Path, *command: str) -> str:
+    """What a command of the environment prints, run in a folder that is not the checkout."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    program = [str(environment / "bin" / command[0]), *command[1:]]
+    done = subprocess.run(program, cwd=cwd, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
+    expected = {
+        file.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*")
+        if file.is_file() and not any(part in JUNK for part in file.parts)
+    }
+    assert any(name.startswith("pages/") for name in expected)
+    assert any(name.startswith("assets/") for name in expected)
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert any(name.endswith(".dist-info/licenses/LICENSE") for name in archive.namelist())
+    assert held == expected
+
+
+def test_wheel_is_what_runs(environment: Path, tmp_path: Path) -> None:
+    program = (
+        f"import {', '.join(PACKAGES)}\nfor name in {PACKAGES}: print(list(globals()[name].__path__)[0])"
+    )
+    paths = run(environment, tmp_path, "python", "-c", program).splitlines()
+    assert len(paths) == len(PACKAGES)
+    assert all(Path(path).is_relative_to(environment) for path in paths), paths
+
+
+def test_command_runs_from_another_folder(environment: Path, tmp_path: Path) -> None:
+    assert "probe" in run(environment, tmp_path, "engram-lab", "--help")
+    models = run(environment, tmp_path, "engram-lab", "models")
+    assert "engram-mini" in models and "dense-mini" in models
+
+
+def test_app_draws_its_first_page_from_another_folder(environment: Path, tmp_path: Path) -> None:
+    program = (
+        "from importlib.util import find_spec\n"
+        "from streamlit.testing.v1 import AppTest\n"
+        "app = AppTest.from_file(find_spec('lab.app').origin, default_timeout=120).run()\n"
+        "assert not app.exception, app.exception\n"
+        "assert app.main.children, 'an empty page'\n"
+    )
+    run(environment, tmp_path, "python", "-c", program)
