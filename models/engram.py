@@ -211,6 +211,22 @@ def document_reach(position_ids: Tensor, keep: Tensor, last: Tensor | None) -> T
     return torch.where(keep, index - first.cummax(dim=1).values, -1)
 
 
+def document_mask(reach: Tensor, length: int, dtype: torch.dtype) -> Tensor | None:
+    """Additive mask [batch, 1, pos, past + pos] for the last `length` tokens, each seeing its own document only.
+
+    reach [batch, past + pos] of all tokens. None where every row is one document, for which a causal mask will do.
+    """
+    index = torch.arange(reach.shape[1], device=reach.device)
+    keep, start = reach >= 0, index - reach
+    last = start.masked_fill(~keep, -1).amax(dim=1, keepdim=True)
+    if not bool((keep & (start != last)).any()):
+        return None
+    query = index[-length:, None]
+    allowed = (start[:, -length:, None] == start[:, None, :]) & keep[:, None, :] & (index <= query)
+    allowed |= index == query  # a padding token sees itself, as a softmax over nothing is no number
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
+
+
 def state_layers(cache: Cache, n_layers: int, n_memory: int) -> list[DynamicLayer]:
     """The cache's extra layers behind its `n_layers` attention ones: the token history, then one per memory layer.
 
@@ -303,7 +319,8 @@ class EngramModel(_EngramInit, LlamaModel):
         **kwargs: Any,
     ) -> Any:
         """As LlamaModel.forward (`past_key_values` is taken as `cache`); needs `input_ids`, which the hash reads."""
-        cache = kwargs.pop("past_key_values", None) if cache is None else cache
+        past_key_values = kwargs.pop("past_key_values", None)
+        cache = past_key_values if cache is None else cache
         if input_ids is None:
             raise ValueError(
                 "An Engram model needs input_ids: its memory is addressed by token ids, not embeddings."
@@ -316,6 +333,10 @@ class EngramModel(_EngramInit, LlamaModel):
         if cache is not None:
             states = state_layers(cache, self.config.num_hidden_layers, len(self.config.engram_layer_ids))
         lookback, reach = self.history(input_ids, attention_mask, position_ids, states[0] if states else None)
+        if states and position_ids is not None and (attention_mask is None or attention_mask.dim() == 2):
+            # transformers keeps packed documents apart only where there is no cache.
+            mask = document_mask(states[0].keys[:, 0, :, 1], reach.shape[1], self.embed_tokens.weight.dtype)
+            attention_mask = attention_mask if mask is None else mask
         return super().forward(
             input_ids=None if inputs_embeds is not None else input_ids,
             inputs_embeds=inputs_embeds,

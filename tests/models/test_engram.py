@@ -26,6 +26,7 @@ from tests.models.plain_engram import (
     config_of,
     logits,
     plain_memory,
+    plain_multipliers,
     plain_primes,
     plain_rows,
     record,
@@ -190,16 +191,11 @@ def test_a_document_that_starts_inside_a_cached_continuation(model: EngramForCau
     first, second = tokens(1, 17), tokens(1, 20, seed=1)
     ids = torch.cat([first, second], dim=1)
     positions = torch.cat([torch.arange(17), torch.arange(20)])[None]
-    document = (torch.arange(37) >= 17).long()
-    visible = (document[:, None] == document) & (torch.arange(37)[:, None] >= torch.arange(37))
-    bias = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
     cache = DynamicCache(config=model.config)
 
     def run() -> Tensor:
         parts = [
-            cached(
-                model, ids[:, a:b], cache, position_ids=positions[:, a:b], attention_mask=bias[:, :, a:b, :b]
-            )
+            cached(model, ids[:, a:b], cache, position_ids=positions[:, a:b])
             for a, b in ((0, cut), (cut, 37))
         ]
         return torch.cat(parts, dim=1)

@@ -1,0 +1,62 @@
+"""The entry of the app: navigation, the models that all pages share, and one clear sentence for what fails."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import streamlit as st
+
+from lab import labels, runner, theme
+from models.errors import LabError
+
+PAGES = Path(__file__).resolve().parent.parent / "pages"
+
+
+def pick_models() -> None:
+    """The model and what it is compared with; both are in the URL and the same on all pages."""
+    names = runner.model_names()
+    default, against = runner.default_pair(names)
+    st.selectbox(
+        "Model",
+        names,
+        index=names.index(default) if default else None,
+        accept_new_options=True,
+        placeholder="Pick or type one",
+        help="Pick one, or type the path of a local folder or .gguf file, or the id of a model on the hub.",
+        key="model",
+        bind="query-params",
+    )
+    st.selectbox(
+        "Compared with",
+        [runner.NOTHING, *names],
+        index=[runner.NOTHING, *names].index(against),
+        accept_new_options=True,
+        help="A second model that gets the same prompt. Its tokens may differ: positions are matched by text.",
+        key="against",
+        bind="query-params",
+    )
+    st.caption("Or type a local folder, a hub id or a .gguf file.")
+
+
+st.set_page_config(page_title="Engram Lab", page_icon=":material/neurology:", layout="wide")
+navigation = st.navigation(
+    [
+        st.Page(PAGES / "start.py", title="Start", icon=":material/explore:", url_path="start", default=True),
+        st.Page(PAGES / "lens.py", title="Logit lens", icon=":material/stacked_line_chart:", url_path="lens"),
+    ]
+)
+st.html(theme.css(runner.mode()))
+with st.sidebar:
+    pick_models()
+try:
+    navigation.run()
+except LabError as error:
+    st.error(labels.markdown(str(error)), icon=":material/error:")
+except Exception as error:
+    st.error(
+        "The lab itself failed here, which it should not: change the request, or report what is below.",
+        icon=":material/bug_report:",
+    )
+    with st.expander(f"Details: {type(error).__name__}"):
+        st.code(traceback.format_exc(), language="text")

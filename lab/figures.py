@@ -1,0 +1,301 @@
+"""Lens reports as Plotly figures; no Streamlit here.
+
+Every figure says in its title what is seen, names its axes with units, and has the exact values on hover.
+Axes: layer (index into layer_names, 0 is "embed"), pos (within the prompt shown).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import plotly.graph_objects as go
+
+from lab import labels
+from lab.theme import MONO, PALETTES, SEQUENTIAL, Mode, template, translucent
+from probes.base import Report
+
+Measure = Literal["kl", "entropy", "target_prob", "target_rank"]
+# What is shown -> (name in the title, its unit at the colour bar)
+MEASURES: dict[str, tuple[str, str]] = {
+    "kl": ("KL(final ‖ layer)", "nats"),
+    "entropy": ("Entropy of the layer's prediction", "nats"),
+    "target_prob": ("Probability of the target", "probability"),
+    "target_rank": ("Rank of the target", "rank (0 = top)"),
+}
+COLUMN, ROW = 62, 30  # pixels of a cell of the map
+LAYER_AXIS = "residual stream after block (embed: before block 0)"
+Memory = Mapping[str, Sequence[int]]  # model name -> its memory layers
+
+
+def titled(
+    mode: Mode, title: str, subtitle: str, height: int, base: go.Figure | None = None, **layout: Any
+) -> go.Figure:
+    """A figure (or `base`) in the lab's look, with what is seen as its title and how as its subtitle."""
+    figure = base or go.Figure()
+    figure.update_layout(
+        template=template(mode),
+        height=height,
+        **layout,
+        title={
+            "text": title,
+            "subtitle": {"text": subtitle, "font": {"size": 13, "color": PALETTES[mode].quiet}},
+        }
+    )
+    return figure
+
+
+def _layer_axis(figure: go.Figure, names: Sequence[str]) -> None:
+    figure.update_xaxes(
+        title_text=LAYER_AXIS,
+        tickvals=list(range(len(names))),
+        ticktext=list(names),
+        range=[-0.4, len(names) - 0.6],
+    )
+
+
+def _curve(
+    figure: go.Figure,
+    mode: Mode,
+    series: int,
+    name: str,
+    layer_names: Sequence[str],
+    mean: np.ndarray,
+    low: np.ndarray | None,
+    high: np.ndarray | None,
+    memory: Sequence[int],
+    band: str,
+) -> None:
+    """A line over layers with its band; memory layers are diamonds."""
+    colour = PALETTES[mode].series[series]
+    x = list(range(len(mean)))
+    if low is not None and high is not None:
+        figure.add_scatter(
+            x=[*x, *reversed(x)],
+            y=[*np.asarray(high), *np.asarray(low)[::-1]],
+            fill="toself",
+            fillcolor=translucent(colour, 0.16),
+            line={"width": 0},
+            hoverinfo="skip",
+            showlegend=False,
+            legendgroup=name,
+            name=f"{name} {band}",
+        )
+    at_memory = [layer_names[n].isdigit() and int(layer_names[n]) in memory for n in x]
+    hover = []
+    for n in x:
+        text = f"<b>{labels.plotly(name)}</b><br>layer {layer_names[n]}<br>mean {mean[n]:.6g} nats"
+        if low is not None and high is not None:
+            text += f"<br>{band} {low[n]:.6g} to {high[n]:.6g}"
+        hover.append(text + ("<br>this block reads the memory" if at_memory[n] else ""))
+    figure.add_scatter(
+        x=x,
+        y=list(mean),
+        mode="lines+markers",
+        line={"color": colour, "width": 2.5, "dash": "solid" if series == 0 else "dash"},
+        marker={
+            "size": [12 if m else 7 for m in at_memory],
+            "symbol": ["diamond" if m else "circle" if series == 0 else "square" for m in at_memory],
+            "color": colour,
+        },
+        hovertext=hover,
+        hoverinfo="text",
+        legendgroup=name,
+        name=labels.plotly(name) + (" (◆ memory)" if any(at_memory) else ""),
+    )
+
+
+def lens_curves(report: Report, mode: Mode = "light", memory: Memory | None = None) -> go.Figure:
+    """Mean KL by layer for each model.
+
+    The band is the 10th to 90th percentile of positions for one prompt, the 95 % bootstrap interval of the mean over
+    prompts for several. `memory` names the blocks to mark.
+    """
+    models = report.result.models
+    n_prompts = len(report.config.prompts)
+    counts = " and ".join(f"{int(np.sum(counted(lens)))}" for lens in models)
+    if n_prompts == 1:
+        band, of = "10th to 90th percentile", f"mean over {counts} positions"
+    else:
+        band, of = "95 % interval of the mean", f"mean over {counts} positions of {n_prompts} texts"
+    figure = titled(
+        mode, "How far each layer's prediction is from the final one", f"{of}; band: {band}", 420
+    )
+    for n, lens in enumerate(models):
+        low, high = (
+            (lens.kl_p10, lens.kl_p90) if n_prompts == 1 else (lens.mean_kl_low, lens.mean_kl_high)
+        )
+        _curve(
+            figure, mode, n, lens.name, lens.layer_names, lens.mean_kl, low, high,
+            (memory or {}).get(lens.name, ()), band,
+        )  # fmt: skip
+    _layer_axis(figure, max((lens.layer_names for lens in models), key=len))
+    figure.update_yaxes(title_text="KL(final ‖ layer), nats", rangemode="tozero")
+    return figure
+
+
+def counted(lens: Any) -> np.ndarray:
+    """Which positions [pos] the means are over: all but a prompt's leading special token."""
+    index = np.asarray(lens.prompt_index)
+    first = np.concatenate([[True], index[1:] != index[:-1]]) if len(index) else np.zeros(0, bool)
+    empty = np.asarray(lens.char_end) <= np.asarray(lens.char_start)
+    return ~(first & empty)
+
+
+def prompt_tokens(report: Report, index: int, prompt: int = 0) -> list[labels.Token]:
+    """The tokens [pos] that model `index` got for one prompt."""
+    lens = report.result.models[index]
+    at = np.flatnonzero(np.asarray(lens.prompt_index) == prompt)
+    ids, start, end = (np.asarray(field)[at] for field in (lens.token_ids, lens.char_start, lens.char_end))
+    texts = [lens.token_texts[n] for n in at]
+    return labels.tokens_of(report.config.prompts[prompt], ids.tolist(), start.tolist(), end.tolist(), texts)
+
+
+def _colours(what: str, values: np.ndarray, top: float | None) -> tuple[np.ndarray, dict[str, Any]]:
+    """(values to colour, options of the heat map): ranks on a log scale, probabilities from 0 to 1."""
+    if what == "target_rank":
+        most = float(np.max(values, initial=9))
+        marks = [r for r in (0, 1, 10, 100, 1000, 10_000, 100_000) if r <= most]
+        ticks = {"tickvals": [float(np.log10(1 + r)) for r in marks], "ticktext": [f"{r:,}" for r in marks]}
+        return np.log10(1 + values), {"zmin": 0, "zmax": float(np.log10(1 + most)), "colorbar": ticks}
+    if what == "target_prob":
+        return values, {"zmin": 0, "zmax": 1, "colorbar": {}}
+    return values, {"zmin": 0, "zmax": top or float(np.max(values, initial=1e-6)), "colorbar": {}}
+
+
+def lens_map(
+    report: Report,
+    index: int,
+    name_of: Callable[[int], str],
+    mode: Mode = "light",
+    what: Measure = "kl",
+    window: tuple[int, int] | None = None,
+    selected: tuple[int, int] | None = None,
+    top: float | None = None,
+) -> go.Figure:
+    """Layer x position map of model `index` for the first prompt, the layer's top token in each cell.
+
+    `name_of` gives a token's label from its id; `window` the positions shown, [first, last); `selected` a cell
+    (layer, pos) to frame; `top` the upper end of the colours, so that two models can share them. The figure is
+    COLUMN pixels wide for each position: it is meant to scroll.
+    """
+    lens = report.result.models[index]
+    tokens = prompt_tokens(report, index)
+    first, last = window or (0, len(tokens))
+    positions = range(first, min(last, len(tokens)))
+    values = np.asarray(getattr(lens, what), dtype=float)[:, : len(tokens)]
+    coloured, options = _colours(what, values, top)
+    shown = coloured[:, first:last]
+    n_layers = len(lens.layer_names)
+    best, probability = np.asarray(lens.top_ids), np.asarray(lens.top_probs)
+    title, unit = MEASURES[what]
+    text = [
+        [labels.plotly(labels.short(name_of(int(best[n, p, 0])), 7)) for p in positions]
+        for n in range(n_layers)
+    ]
+    hover = [
+        f"<b>layer {lens.layer_names[n]}, position {p}</b> · {labels.plotly(tokens[p].label)} (id {tokens[p].id})"
+        f"<br>{labels.plotly(title)}: {values[n, p]:.6g}<br>"
+        + "<br>".join(
+            f"{probability[n, p, k]:7.4f}  {labels.plotly(name_of(int(best[n, p, k])))} (id {best[n, p, k]})"
+            for k in range(best.shape[2])
+        )
+        for n in range(n_layers)
+        for p in positions
+    ]
+    settled = f"; cells hold the layer's top token. Positions {first} to {positions[-1]} of {len(tokens)}"
+    figure = titled(
+        mode,
+        f"{title} at each layer and position: {labels.plotly(lens.name)}",
+        f"colour: {unit}{settled}",
+        150 + ROW * n_layers,
+        width=150 + COLUMN * len(positions),
+        margin={"l": 70, "r": 90, "t": 70, "b": 70},
+        clickmode="event+select",
+        dragmode=False,
+    )
+    bar = {"title": {"text": unit, "side": "right"}, "thickness": 10, "outlinewidth": 0, "x": 1, "xpad": 8}
+    options["colorbar"] = bar | options["colorbar"]
+    figure.add_heatmap(
+        x=list(positions),
+        y=list(range(n_layers)),
+        z=shown,
+        text=text,
+        texttemplate="%{text}",
+        textfont={"family": MONO, "size": 11},
+        colorscale=SEQUENTIAL,
+        xgap=1,
+        ygap=1,
+        hoverinfo="skip",
+        **options,
+    )
+    # Plotly reports no clicks on a heat map's cells, so each has an invisible square on it.
+    figure.add_scatter(
+        x=[p for _ in range(n_layers) for p in positions],
+        y=[n for n in range(n_layers) for _ in positions],
+        mode="markers",
+        marker={"symbol": "square", "size": ROW - 4, "opacity": 0},
+        selected={"marker": {"opacity": 0}},
+        unselected={"marker": {"opacity": 0}},
+        hovertext=hover,
+        hoverinfo="text",
+        showlegend=False,
+        name="cells",
+    )
+    if selected is not None and selected[1] in positions:
+        layer, pos = selected
+        box = {"x0": pos - 0.5, "x1": pos + 0.5, "y0": layer - 0.5, "y1": layer + 0.5}
+        figure.add_shape(type="rect", line={"color": "#FF4FA3", "width": 2.5}, **box)
+    figure.update_xaxes(
+        title_text="input token and its position",
+        tickvals=list(positions),
+        ticktext=[
+            f"{labels.plotly(labels.short(tokens[p].label, 8))}<br><i>{p}</i>" for p in positions
+        ],
+        tickfont={"family": MONO, "size": 11},
+        tickangle=0,
+        range=[positions[0] - 0.5, positions[-1] + 0.5],
+        showgrid=False,
+    )
+    figure.update_yaxes(
+        title_text="layer",
+        tickvals=list(range(n_layers)),
+        ticktext=list(lens.layer_names),
+        range=[-0.5, n_layers - 0.5],
+        showgrid=False,
+    )
+    return figure
+
+
+def settle_histogram(report: Report, mode: Mode = "light") -> go.Figure:
+    """At which layer the final top token takes the lead for good: share of positions by layer."""
+    models = report.result.models
+    means = ", ".join(f"{labels.plotly(lens.name)} {lens.mean_settle_depth:.2f}" for lens in models)
+    figure = titled(
+        mode,
+        "Where the final top token takes the lead and keeps it",
+        f"mean settle depth, counted from embed = 0: {means}",
+        340,
+        barmode="group",
+        bargap=0.25,
+    )
+    for n, lens in enumerate(models):
+        depths = np.asarray(lens.settle_depth)[counted(lens)]
+        counts = np.bincount(depths, minlength=len(lens.layer_names))
+        share = 100 * counts / max(len(depths), 1)
+        figure.add_bar(
+            x=list(range(len(counts))),
+            y=share,
+            name=labels.plotly(lens.name),
+            marker={"color": PALETTES[mode].series[n], "pattern": {"shape": "" if n == 0 else "/"}},
+            hovertext=[
+                f"<b>{labels.plotly(lens.name)}</b><br>settles at layer {name}<br>"
+                f"{count} of {len(depths)} positions, {part:.4g} %"
+                for name, count, part in zip(lens.layer_names, counts, share, strict=True)
+            ],
+            hoverinfo="text",
+        )
+    _layer_axis(figure, max((lens.layer_names for lens in models), key=len))
+    figure.update_yaxes(title_text="share of positions, %", rangemode="tozero")
+    return figure

@@ -1,0 +1,114 @@
+"""Tokens as a person sees them: every byte visible, nothing interpreted.
+
+A label is reversible: `spell(label(piece)) == piece` for all bytes, so the labels of a prompt join to the prompt.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_SEEN = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+_MEANT = {shown: char for char, shown in _SEEN.items()}
+# Characters that a label uses for something else are themselves written as ⟨U+..⟩.
+_RESERVED = {*_MEANT, "⟨", "⟩", "◌"}
+_PART = re.compile(r"⟨U\+(?P<point>[0-9A-F]+)⟩|⟨(?P<bytes>[0-9A-F]{2}(?: [0-9A-F]{2})*)⟩|◌?(?P<char>.)", re.S)
+
+
+@dataclass(frozen=True)
+class Token:
+    """One position: its id, its bytes, and whether it stands for no text (BOS and the like)."""
+
+    id: int
+    piece: bytes
+    special: bool = False
+
+    @property
+    def label(self) -> str:
+        return label(self.piece)
+
+
+def label(piece: bytes) -> str:
+    """The visible text of a token: spaces ·, newlines ⏎, tabs ⇥, partial characters as bytes, ⟨F0 9F⟩."""
+    # Surrogates stand for the bytes that are not UTF-8.
+    text = piece.decode("utf-8", "surrogateescape")
+    out: list[str] = []
+    for run in re.findall(r"[\udc80-\udcff]+|[^\udc80-\udcff]", text):
+        if "\udc80" <= run[0] <= "\udcff":
+            out.append(f"⟨{' '.join(f'{ord(c) - 0xDC00:02X}' for c in run)}⟩")
+        else:
+            out.append(_visible(run, first=not out))
+    return "".join(out)
+
+
+def _visible(char: str, first: bool) -> str:
+    if char in _SEEN:
+        return _SEEN[char]
+    kind = unicodedata.category(char)
+    if kind[0] in "CZ" or char in _RESERVED or char == "\ufffd":  # controls, formats, other spaces, unassigned
+        return f"⟨U+{ord(char):04X}⟩"
+    # A lone combining mark would sit on the character before it, which belongs to another token.
+    return f"◌{char}" if first and kind[0] == "M" else char
+
+
+def spell(text: str) -> bytes:
+    """The bytes that a label, or several joined, stand for: the inverse of `label`."""
+    out = bytearray()
+    for part in _PART.finditer(text):
+        if part["point"]:
+            out += chr(int(part["point"], 16)).encode()
+        elif part["bytes"]:
+            out += bytes.fromhex(part["bytes"])
+        else:
+            out += _MEANT.get(part["char"], part["char"]).encode()
+    return bytes(out)
+
+
+def gives_back(tokens: Iterable[Token], prompt: str) -> bool:
+    """Whether the labels of the tokens, special ones left out, spell exactly the prompt."""
+    return spell("".join(token.label for token in tokens if not token.special)) == prompt.encode()
+
+
+def tokens_of(
+    prompt: str, ids: Sequence[int], start: Sequence[int], end: Sequence[int], texts: Sequence[str]
+) -> list[Token]:
+    """The tokens [pos] of a prompt from their byte offsets; one that covers no byte is special, named by its text."""
+    raw = prompt.encode()
+    return [
+        Token(int(i), raw[a:b] if b > a else text.encode(), special=b <= a)
+        for i, a, b, text in zip(ids, start, end, texts, strict=True)
+    ]
+
+
+def short(text: str, width: int) -> str:
+    """The label cut to `width` characters, the cut shown as …"""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def plotly(text: str) -> str:
+    """Text that Plotly shows literally: neither its pseudo-HTML nor, by way of dollars, LaTeX."""
+    return html.escape(text, quote=False).replace("$", "&#36;")
+
+
+def markdown(text: str) -> str:
+    """Text that Streamlit's Markdown (emphasis, LaTeX, :directives:, HTML) shows literally."""
+    return re.sub(r"([\\`*_{}\[\]()#+\-.!|<>~$:&@/])", r"\\\1", text).replace("\n", " ")
+
+
+def chips(tokens: Sequence[Token]) -> str:
+    """HTML with a chip for each position; the id, the bytes and the position on hover."""
+    return f'<div class="chips" role="list">{"".join(_chip(n, token) for n, token in enumerate(tokens))}</div>'
+
+
+def _chip(position: int, token: Token) -> str:
+    hint = f"position {position} · id {token.id} · " + (
+        "special, stands for no text" if token.special else f"bytes {token.piece.hex(' ').upper()}"
+    )
+    style = "chip special" if token.special else "chip"
+    return (
+        f'<span class="{style}" role="listitem" title="{html.escape(hint)}">{html.escape(token.label)}'
+        f"<sub>{token.id}</sub></span>"
+    )

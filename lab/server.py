@@ -1,0 +1,76 @@
+"""Starts the app: Streamlit in this process, with the lab's options, and the shipped models opened beforehand."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from models.errors import LabError
+
+APP = Path(__file__).with_name("app.py")
+DEFAULT_PORT = 8501
+
+
+def main(host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> None:
+    """Serve the app until it is interrupted; prints its address once it answers.
+
+    Raises LabError where the address cannot be used.
+    """
+    _check_free(host, port)
+    print("Engram Lab is starting …", file=sys.stderr, flush=True)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns at every fork
+
+    from streamlit.web import bootstrap
+
+    from lab.theme import streamlit_options
+
+    options = {
+        "server.address": host,
+        "server.port": port,
+        "server.headless": True,
+        "server.fileWatcherType": "none",  # it would walk through torch's lazy modules
+        "server.maxUploadSize": 4,
+        "browser.gatherUsageStats": False,
+        "client.toolbarMode": "minimal",
+        "client.showErrorDetails": "none",
+        "logger.hideWelcomeMessage": True,
+        **streamlit_options(),
+    }
+    bootstrap.load_config_options(options)
+    threading.Thread(target=_prepare, args=(host, port), daemon=True).start()
+    bootstrap.run(str(APP), False, [], options)
+
+
+def _check_free(host: str, port: int) -> None:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LabError(
+            f"The app cannot listen on {host}:{port} ({reason}); choose another address with --host and --port."
+        ) from error
+
+
+def _prepare(host: str, port: int) -> None:
+    """Open the shipped models, so that the first chart need not wait for them, then say where the app is."""
+    for name in ("streamlit.runtime.caching", "streamlit.runtime.scriptrunner_utils.script_run_context"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # "missing ScriptRunContext": here there is none
+    from lab import runner
+
+    runner.warm_up()
+    shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1") else host
+    while True:
+        try:
+            socket.create_connection((shown, port), timeout=1).close()
+            break
+        except OSError:
+            time.sleep(0.1)
+    print(f"Engram Lab runs at http://{shown}:{port} (Ctrl-C stops it)", flush=True)
