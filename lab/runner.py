@@ -63,7 +63,7 @@ def _open(name: str, stamp: float) -> Handle:
     return open_model(name)
 
 
-def _stamp(name: str) -> float:
+def stamp(name: str) -> float:
     """When the newest file of a local checkpoint was written, so that one trained further is opened anew."""
     for path in (loading.SHIPPED / name, Path(name).expanduser()):
         if path.is_file():
@@ -75,7 +75,7 @@ def _stamp(name: str) -> float:
 
 def handle(name: str) -> Handle:
     """The open model of a name; at most KEPT_MODELS stay open, the least recently used is closed."""
-    return _open(name, _stamp(name))
+    return _open(name, stamp(name))
 
 
 def handles(names: Sequence[str]) -> list[Handle]:

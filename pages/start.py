@@ -98,8 +98,7 @@ st.markdown(
     "Some language models carry an **Engram**: a memory that is looked up, not computed. This lab shows what "
     "such a memory does to a model's predictions, layer by layer, next to a twin that has none."
 )
-if True:
-    st.html(DIAGRAM)
+st.html(DIAGRAM)
 st.markdown(
     "The last two and three tokens are hashed to rows of large tables. What the rows hold is added to the residual "
     "stream, as far as a **gate** lets it: it compares what was read with what the model is about to say. So common "

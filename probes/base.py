@@ -1,0 +1,224 @@
+"""What all probes share: records that go to JSON and back unchanged, the report and its protocol.
+
+An array field names its axes and unit in its metadata (see `array`); arrays of one record agree on every axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import platform
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from models.errors import DataError
+from probes import PROBES
+
+if TYPE_CHECKING:
+    from models.handle import Handle
+
+# Told the fraction done, 0 to 1, and what is being done; it may raise models.errors.Cancelled to stop.
+Progress = Callable[[float, str], None]
+
+
+def array(*axes: str, unit: str = "", dtype: str = "float32", optional: bool = False) -> Any:
+    """A field that holds an array [axes] of `dtype`; `unit` is empty for counts and indices."""
+    metadata = {"axes": axes, "unit": unit, "dtype": dtype}
+    return field(default=None, metadata=metadata) if optional else field(metadata=metadata)
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """Base of frozen dataclasses (declare them with eq=False) whose fields go to JSON and back.
+
+    Fields are numbers, strings, arrays, other records, and tuples or dictionaries of these. NaN is null in JSON.
+    """
+
+    def __post_init__(self) -> None:
+        sizes: dict[str, int] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if "axes" not in item.metadata or value is None:
+                continue
+            axes, dtype = item.metadata["axes"], item.metadata["dtype"]
+            if value.dtype != dtype or value.ndim != len(axes):
+                raise ValueError(f"{item.name} is {value.dtype}{list(value.shape)}, not {dtype}{list(axes)}")
+            for axis, size in zip(axes, value.shape, strict=True):
+                if sizes.setdefault(axis, size) != size:
+                    raise ValueError(f"{item.name} has {size} along {axis}, another field {sizes[axis]}")
+            value.flags.writeable = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, dictionaries and numbers; json.dumps(allow_nan=False) takes them."""
+        return {item.name: _plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, stored: Any) -> Self:
+        """The record that `to_dict` gave; DataError for one that does not fit."""
+        fields = {item.name: item for item in dataclasses.fields(cls)}
+        if not isinstance(stored, dict) or not stored.keys() <= fields.keys():
+            extra = sorted(set(stored) - set(fields)) if isinstance(stored, dict) else type(stored).__name__
+            raise DataError(f"This is no {cls.__name__} of this version of the lab: it has {extra}.")
+        hints = typing.get_type_hints(cls)
+        try:
+            return cls(**{name: _typed(stored[name], hints[name], fields[name].metadata) for name in stored})
+        except DataError:
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise DataError(f"This {cls.__name__} is damaged or of another version: {error}.") from error
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(
+            _same(getattr(self, item.name), getattr(other, item.name)) for item in dataclasses.fields(self)
+        )
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.to_dict(), sort_keys=True))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_dict()
+    if isinstance(value, np.ndarray):
+        return _plain_array(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and value != value:
+        return None
+    return value
+
+
+def _plain_array(value: np.ndarray) -> list:
+    """Nested lists; a float32 as the shortest decimal that is it again, a third of the digits of its double."""
+    if value.dtype == np.float32:
+        short = value.astype("U24").astype(np.float64)
+        again = (short.astype(np.float32) == value) | np.isnan(value)
+        value = np.where(again, short, value.astype(np.float64))
+    if value.dtype.kind == "f" and np.isnan(value).any():
+        objects = value.astype(object)
+        objects[np.isnan(value)] = None
+        value = objects
+    return value.tolist()
+
+
+def _typed(value: Any, hint: Any, metadata: Any = types.MappingProxyType({})) -> Any:
+    """`value` from JSON as the annotated type."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        (hint,) = (argument for argument in arguments if argument is not type(None))
+        return _typed(value, hint, metadata)
+    if hint is np.ndarray:
+        made = np.array(value, dtype=metadata["dtype"])  # None becomes NaN
+        return made.reshape(made.shape + (0,) * (len(metadata["axes"]) - made.ndim)) if not made.size else made
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"{value!r} is not a list")
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(_typed(item, kind) for item, kind in zip(value, kinds, strict=True))
+    if origin is dict:
+        return {arguments[0](key): _typed(item, arguments[1]) for key, item in value.items()}
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return hint.from_dict(value)
+    if hint is float and not isinstance(value, bool):
+        return float("nan") if value is None else float(value)
+    if hint in (int, str, bool) and type(value) is not hint:
+        raise TypeError(f"{value!r} is not {hint.__name__}")
+    return value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b) or (a != a and b != b)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelProtocol(Record):
+    """Which model, exactly, and how it ran."""
+
+    name: str
+    fingerprint: str
+    device: str
+    dtype: str
+    n_layers: int
+
+
+@dataclass(frozen=True, eq=False)
+class Protocol(Record):
+    """What it takes to have the same numbers again: no dates, no durations.
+
+    prompt_ids[model][prompt]: the token ids that the model got.
+    """
+
+    models: tuple[ModelProtocol, ...]
+    prompt_ids: tuple[tuple[tuple[int, ...], ...], ...]
+    seed: int
+    versions: dict[str, str]
+
+    @classmethod
+    def of(
+        cls, handles: Sequence[Handle], prompt_ids: Sequence[Sequence[Sequence[int]]], seed: int
+    ) -> Protocol:
+        """The protocol of a run of these models on these prompts, ids [model][prompt][pos]."""
+        models = tuple(
+            ModelProtocol(h.name, h.fingerprint, str(h.device), str(h.dtype).removeprefix("torch."), h.n_layers)
+            for h in handles
+        )
+        ids = tuple(tuple(tuple(prompt) for prompt in prompts) for prompts in prompt_ids)
+        return cls(models, ids, seed, versions())
+
+
+def versions() -> dict[str, str]:
+    """Releases of what computes the numbers; "source" for one that runs without being installed."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "nnsight", "numpy", "engram-lab"):
+        try:
+            release = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            release = "source"
+        found[name.replace("-", "_")] = release
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Report(Record):
+    """What every probe returns and every export holds, with just these keys."""
+
+    probe: str
+    config: Record
+    protocol: Protocol
+    result: Any
+
+    def to_json(self) -> str:
+        """One line of JSON; the same request gives the same bytes."""
+        return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, stored: Any) -> Self:
+        """The report of any probe of the lab; DataError for anything else."""
+        if not isinstance(stored, dict) or set(stored) != {"probe", "config", "protocol", "result"}:
+            raise DataError("This is no report of the lab: it needs the keys probe, config, protocol, result.")
+        if stored["probe"] not in PROBES:
+            raise DataError(f'This version of the lab has no probe "{stored["probe"]}".')
+        module = importlib.import_module(PROBES[stored["probe"]])
+        return cls(
+            stored["probe"],
+            module.CONFIG.from_dict(stored["config"]),
+            Protocol.from_dict(stored["protocol"]),
+            module.RESULT.from_dict(stored["result"]),
+        )
