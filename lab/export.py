@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -32,16 +31,15 @@ def lens_rows(report: Report) -> Iterator[dict[str, Any]]:
     `position` counts within its prompt; `token` is the visible label, `prompt` the index into config.prompts.
     """
     for lens in report.result.models:
-        index = np.asarray(lens.prompt_index)
+        index = lens.prompt_index
         position = np.arange(len(index)) - np.searchsorted(index, index)  # prompts follow each other
-        losses = np.asarray(lens.next_token_loss, dtype=float)
+        losses = lens.next_token_loss
         for pos in range(len(index)):
             start, end = int(lens.char_start[pos]), int(lens.char_end[pos])
             raw = report.config.prompts[int(index[pos])].encode()[start:end]
             token = labels.label(raw) if end > start else lens.token_texts[pos]
             for layer, name in enumerate(lens.layer_names):
-                has_top = lens.top_ids is not None and np.size(lens.top_ids) > 0
-                has_target = lens.target_id is not None
+                has_top, has_target = lens.top_ids is not None, lens.target_id is not None
                 values = (
                     lens.name,
                     int(index[pos]),
@@ -71,9 +69,11 @@ def lens_csv(report: Report) -> str:
     return out.getvalue()
 
 
-def report_json(report: Report) -> str:
-    """The report with the keys probe, config, protocol, result; what `--json` writes."""
-    return json.dumps(report.to_dict(), ensure_ascii=False, allow_nan=False)
+def no_png() -> str | None:
+    """Why no PNG can be drawn here, or None if one can."""
+    from choreographer.browsers.chromium import Chromium
+
+    return None if Chromium.find_browser(skip_local=False) else "A PNG needs Chrome or Chromium on this machine."
 
 
 def png(figure: go.Figure, scale: float = 2.0) -> bytes:
@@ -113,7 +113,7 @@ def python(config: LensConfig, texts: str = "texts.txt") -> str:
         options.append(f"prompts={config.prompts!r}")
     else:
         head = "from pathlib import Path\n\n"
-        options.append("prompts=tuple(line for line in lines if line.strip())")
+        options.append("prompts=tuple(line.strip() for line in lines if line.strip())")
     fields = ("target", "top_k", "seed", "bootstrap", "detail")
     options += [f"{name}={getattr(config, name)!r}" for name in fields]
     body = "".join(f"    {option},\n" for option in options)

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 
 from lab import labels
 from lab.theme import MONO, PALETTES, SEQUENTIAL, Mode, template, translucent
+from models.errors import LabError
 from probes.base import Report
 
 Measure = Literal["kl", "entropy", "target_prob", "target_rank"]
@@ -73,7 +74,7 @@ def _curve(
     if low is not None and high is not None:
         figure.add_scatter(
             x=[*x, *reversed(x)],
-            y=[*np.asarray(high), *np.asarray(low)[::-1]],
+            y=[*high, *low[::-1]],
             fill="toself",
             fillcolor=translucent(colour, 0.16),
             line={"width": 0},
@@ -114,7 +115,7 @@ def lens_curves(report: Report, mode: Mode = "light", memory: Memory | None = No
     """
     models = report.result.models
     n_prompts = len(report.config.prompts)
-    counts = " and ".join(f"{int(np.sum(counted(lens)))}" for lens in models)
+    counts = " and ".join(f"{int(lens.counted.sum())}" for lens in models)
     if n_prompts == 1:
         band, of = "10th to 90th percentile", f"mean over {counts} positions"
     else:
@@ -135,19 +136,11 @@ def lens_curves(report: Report, mode: Mode = "light", memory: Memory | None = No
     return figure
 
 
-def counted(lens: Any) -> np.ndarray:
-    """Which positions [pos] the means are over: all but a prompt's leading special token."""
-    index = np.asarray(lens.prompt_index)
-    first = np.concatenate([[True], index[1:] != index[:-1]]) if len(index) else np.zeros(0, bool)
-    empty = np.asarray(lens.char_end) <= np.asarray(lens.char_start)
-    return ~(first & empty)
-
-
 def prompt_tokens(report: Report, index: int, prompt: int = 0) -> list[labels.Token]:
     """The tokens [pos] that model `index` got for one prompt."""
     lens = report.result.models[index]
-    at = np.flatnonzero(np.asarray(lens.prompt_index) == prompt)
-    ids, start, end = (np.asarray(field)[at] for field in (lens.token_ids, lens.char_start, lens.char_end))
+    at = np.flatnonzero(lens.prompt_index == prompt)
+    ids, start, end = (field[at] for field in (lens.token_ids, lens.char_start, lens.char_end))
     texts = [lens.token_texts[n] for n in at]
     return labels.tokens_of(report.config.prompts[prompt], ids.tolist(), start.tolist(), end.tolist(), texts)
 
@@ -184,11 +177,11 @@ def lens_map(
     tokens = prompt_tokens(report, index)
     first, last = window or (0, len(tokens))
     positions = range(first, min(last, len(tokens)))
-    values = np.asarray(getattr(lens, what), dtype=float)[:, : len(tokens)]
+    values = getattr(lens, what).astype(float)[:, : len(tokens)]
     coloured, options = _colours(what, values, top)
     shown = coloured[:, first:last]
     n_layers = len(lens.layer_names)
-    best, probability = np.asarray(lens.top_ids), np.asarray(lens.top_probs)
+    best, probability = lens.top_ids, lens.top_probs
     title, unit = MEASURES[what]
     text = [
         [labels.plotly(labels.short(name_of(int(best[n, p, 0])), 7)) for p in positions]
@@ -281,7 +274,7 @@ def settle_histogram(report: Report, mode: Mode = "light") -> go.Figure:
         bargap=0.25,
     )
     for n, lens in enumerate(models):
-        depths = np.asarray(lens.settle_depth)[counted(lens)]
+        depths = lens.settle_depth[lens.counted]
         counts = np.bincount(depths, minlength=len(lens.layer_names))
         share = 100 * counts / max(len(depths), 1)
         figure.add_bar(
@@ -299,3 +292,68 @@ def settle_histogram(report: Report, mode: Mode = "light") -> go.Figure:
     _layer_axis(figure, max((lens.layer_names for lens in models), key=len))
     figure.update_yaxes(title_text="share of positions, %", rangemode="tozero")
     return figure
+
+
+def difference_curve(report: Report, mode: Mode = "light") -> go.Figure:
+    """Mean KL of the first model minus the second by layer, with the paired 95 % interval over texts.
+
+    LabError where the models have different numbers of layers.
+    """
+    first, second = report.result.models
+    difference = report.result.difference
+    if difference is None or difference.mean_kl is None:
+        raise LabError(
+            f"{first.name} has {len(first.layer_names) - 1} layers and {second.name} "
+            f"{len(second.layer_names) - 1}, so there is no difference layer by layer."
+        )
+    figure = titled(
+        mode,
+        "Which of the two is nearer to its own final prediction",
+        f"{labels.plotly(first.name)} minus {labels.plotly(second.name)}, {len(report.config.prompts)} texts; "
+        f"below 0 {labels.plotly(first.name)} is nearer; band: paired 95 % interval",
+        360,
+        showlegend=False,
+    )
+    names, band = first.layer_names, "95 % interval"
+    low, high = difference.mean_kl_low, difference.mean_kl_high
+    _curve(figure, mode, 2, "difference", names, difference.mean_kl, low, high, (), band)
+    figure.add_hline(y=0, line={"color": PALETTES[mode].quiet, "width": 1, "dash": "dot"})
+    _layer_axis(figure, names)
+    figure.update_yaxes(title_text="difference of mean KL, nats")
+    return figure
+
+
+def summary(report: Report) -> list[dict[str, str]]:
+    """Loss and settle depth of each model and their difference, as rows of a table; 95 % intervals in brackets."""
+    rows = []
+    for lens in report.result.models:
+        rows.append(
+            {
+                "": lens.name,
+                "texts": str(len(report.config.prompts)),
+                "positions": str(int(lens.counted.sum())),
+                "loss, nats a token": _interval(lens, "mean_loss"),
+                "settle depth, layers from embed": _interval(lens, "mean_settle_depth"),
+            }
+        )
+    difference = report.result.difference
+    if difference is not None:
+        pairs = len(report.result.aligned.pos_a)
+        rows.append(
+            {
+                "": "difference (paired)",
+                "texts": str(len(report.config.prompts)),
+                "positions": f"{pairs} matched",
+                "loss, nats a token": _interval(difference, "loss"),
+                "settle depth, layers from embed": _interval(difference, "settle_depth"),
+            }
+        )
+    return rows
+
+
+def _interval(source: Any, name: str) -> str:
+    """A mean with its interval, or a dash where it is not defined."""
+    mean, low, high = (getattr(source, name + end) for end in ("", "_low", "_high"))
+    if mean is None:
+        return "–"
+    return f"{mean:.3f}" if low is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"

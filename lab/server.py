@@ -36,6 +36,8 @@ def main(host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> None:
         "server.fileWatcherType": "none",  # it would walk through torch's lazy modules
         "server.maxUploadSize": 4,
         "browser.gatherUsageStats": False,
+        "runner.magicEnabled": False,
+        "global.disableWidgetStateDuplicationWarning": True,  # a callback's value is meant to win over a default
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "none",
         "logger.hideWelcomeMessage": True,

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from models import weightfiles
@@ -216,6 +217,9 @@ def _load_folder(
 ) -> Loaded:
     raw = _read_config(folder)
     config = _build_config(folder, raw, trust_remote_code)
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise CheckpointError(f"{folder} is quantised with {method}, which transformers does not know.")
     entries = weightfiles.read_headers(weightfiles.weight_files(folder))
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing.")
@@ -224,7 +228,7 @@ def _load_folder(
     remote = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING  # code from the checkpoint itself
     options = {"dtype": chosen, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        if remote or "quantization_config" in raw:
+        if remote or method is not None:
             weightfiles.hash_tensors(entries, digest)
             model, info = _from_pretrained(
                 folder, trust_remote_code=trust_remote_code, use_safetensors=True, **options
@@ -238,8 +242,7 @@ def _load_folder(
     except LabError:
         raise
     except Exception as error:  # transformers raises everything from ImportError to KeyError here
-        if "quantization_config" in raw:
-            method = (raw["quantization_config"] or {}).get("quant_method", "an unknown method")
+        if method is not None:
             raise CheckpointError(
                 f"{folder} is quantised with {method}, which cannot be run here ({first_line(error)}); "
                 "use the unquantised checkpoint."

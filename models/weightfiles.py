@@ -201,7 +201,7 @@ def file_fingerprint(file: Path) -> str:
 
 
 def module_fingerprint(model: PreTrainedModel) -> str:
-    """The fingerprint of a module in memory: that of the checkpoint which saving it would write."""
+    """The fingerprint of a module in memory: that of its saved checkpoint, unless saving renames tensors."""
     digest = config_digest(json.loads(model.config.to_json_string()))
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()

@@ -9,7 +9,6 @@ import pandas as pd
 import streamlit as st
 
 from lab import export, figures, labels, runner, texts
-from models.errors import TargetError
 from models.handle import Handle
 from probes.base import Report
 from probes.logit_lens import LensConfig
@@ -258,7 +257,7 @@ def cell(report: Report, opened: list[Handle], layer: int, pos: int) -> None:
 
 def aligned(report: Report, index: int, pos: int) -> int | None:
     """The position of model `index` that ends where `pos` of the other one does."""
-    a, b = report.result.aligned
+    a, b = report.result.aligned.pos_a, report.result.aligned.pos_b
     here, there = (b, a) if index == 0 else (a, b)
     found = [int(t) for h, t in zip(here, there, strict=True) if int(h) == pos]
     return found[0] if found else None
@@ -310,7 +309,8 @@ def text_set() -> None:
     st.plotly_chart(curves, theme=None, key="curves")
     how(report)
     drawn = {"curves": curves}
-    if len(names) == 2:
+    difference = report.result.difference
+    if difference is not None and difference.mean_kl is not None:
         drawn["difference"] = figures.difference_curve(report, mode)
         st.plotly_chart(drawn["difference"], theme=None, key="difference")
     st.dataframe(figures.summary(report), hide_index=True, key="summary")
@@ -330,7 +330,7 @@ def exports(report: Report, drawn: dict[str, Any]) -> None:
             icon=":material/table:",
         )  # fmt: skip
         st.download_button(
-            "JSON", partial(export.report_json, report), "lens.json", "application/json", key="json",
+            "JSON", report.to_json, "lens.json", "application/json", key="json",
             on_click="ignore", icon=":material/data_object:",
         )  # fmt: skip
         for name, figure in drawn.items():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import streamlit as st
 
-from lab import labels, runner, texts, training_figures
-from models.loading import SHIPPED
+from lab import card, labels, runner, texts, training_figures
 
 DIAGRAM = """
 <div class="diagram"><svg viewBox="0 0 880 268" role="img" aria-label="The last two and three tokens are hashed to
@@ -48,49 +48,36 @@ text-anchor="middle">attention …</text>
 </svg></div>
 """
 
-CANNOT = """
-Both models were trained from nothing in about two hours on two processor cores, on ten million tokens of
-encyclopaedia text. They know common phrases and the shape of an article. They do **not** hold a conversation, follow
-instructions, reason, or know facts reliably, and what they write is fluent nonsense. They are here because
-they can be compared: same blocks, same data, same order, equal computation for each token; the Engram has its
-tables on top. What is seen on them need not hold for large models.
-"""
+def training_of(name: str) -> dict[str, Any]:
+    """How a shipped model was trained: the points recorded on the way."""
+    training: dict[str, Any] = json.loads((card.MODELS / name / "training.json").read_text(encoding="utf-8"))
+    return training
 
 
-@st.cache_data(show_spinner=False, max_entries=8)
-def training_card(name: str, stamp: float) -> dict[str, Any] | None:
-    """The training.json of a shipped model, if it has one."""
-    try:
-        card: dict[str, Any] = json.loads((SHIPPED / name / "training.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return card
-
-
-def show_card(name: str, card: dict[str, Any]) -> None:
-    tables = card["parameters"]["tables"]
-    backbone = card["parameters"]["all"] - tables
-    layers = card["config"]["memory_layers"] if tables else ()
+def show_card(name: str, facts: dict[str, Any], config: dict[str, Any]) -> None:
+    """One model: what it is, how large, how good."""
+    parameters = facts["parameters"]
+    memory = "memory in blocks " + " and ".join(map(str, config["memory_layers"]))
     with st.container(border=True, height="stretch"):
         st.markdown(f"#### {labels.markdown(name)}")
         st.caption(
-            f"Llama-like, {card['config']['n_layers']} blocks, {card['config']['d_model']} wide; "
-            + (f"memory in blocks {' and '.join(map(str, layers))}" if layers else "no memory")
+            f"{config['n_layers']} Llama blocks, {config['d_model']} wide; "
+            + (memory if parameters["table"] else "no memory")
         )
-        left, middle, right = st.columns(3)
-        left.metric("Held-out loss", f"{card['held_out_loss']:.3f}", help="Nats a token on text kept back.")
-        middle.metric("Active parameters", f"{backbone / 1e6:.2f} M", help="All but the tables.")
-        right.metric("Table parameters", f"{tables / 1e6:.2f} M", help="Rows; a token reads 16 a layer.")
+        with st.container(horizontal=True):
+            st.metric("Held-out loss", f"{facts['held_out_loss_nats']:.3f}", help="Nats a token.")
+            st.metric("Active", f"{parameters['active_per_token'] / 1e6:.2f} M", help="Parameters used for a token.")
+            st.metric("Tables", f"{parameters['table'] / 1e6:.2f} M", help="Parameters that are rows to look up.")
         st.caption(
-            f"{card['tokens'] / 1e6:.2f} M training tokens in {card['steps']:,} steps; loss on "
-            f"{card['held_out_tokens']:,} held-out tokens"
+            f"{facts['tokens'] / 1e6:.2f} M training tokens, {facts['steps']:,} steps; "
+            f"loss on {facts['held_out_tokens']:,} held-out tokens"
         )
 
 
 def open_lens(**values: str) -> None:
     """Fill in the lens page's request and go there."""
     st.session_state.update(values)
-    st.switch_page("pages/lens.py")
+    st.switch_page(Path(__file__).with_name("lens.py"))
 
 
 st.title("Engram Lab")
@@ -118,24 +105,28 @@ for n, example in enumerate(examples[:6]):
 if st.button("Test the claim on our held-out sentences", key="open_set", icon=":material/query_stats:"):
     open_lens(mode=texts.SET)
 
-st.subheader("The two models")
-shipped = [name for name in runner.model_names() if (SHIPPED / name).is_dir()]
-cards = {name: card for name in shipped if (card := training_card(name, runner.stamp(name)))}
+st.subheader("The models that ship")
+cards = card.cards()
 if not cards:
     st.info("No model ships with this installation, so there is no card to show.", icon=":material/info:")
 else:
-    # The Engram first, whatever the alphabet says.
-    cards = dict(sorted(cards.items(), key=lambda item: item[1]["parameters"]["tables"] == 0))
-    for column, (name, card) in zip(st.columns(len(cards)), cards.items(), strict=True):
+    st.markdown(
+        "Trained by us, from nothing, on the same text in the same order, with the same blocks: equal computation "
+        "for each token. The Engram has its tables on top. `early` is the Engram on the way, when its loss was "
+        "that of the finished twin."
+    )
+    training = {name: training_of(name) for name in cards}
+    for column, name in zip(st.columns(len(cards)), cards, strict=True):
         with column:
-            show_card(name, card)
-    st.markdown("##### What they cannot do")
-    st.markdown(CANNOT)
-    st.markdown("##### How the memory learned")
+            show_card(name, cards[name], training[name]["config"])
+    first = next(iter(cards))
+    with st.expander("What they cannot do"):
+        st.markdown("\n".join(f"- {labels.markdown(limit)}" for limit in cards[first]["limits"]))
+        st.caption(labels.markdown(f"Text: {cards[first]['data']}"))
+    st.subheader("How the memory learned")
     mode = runner.mode()
     left, right = st.columns(2)
-    left.plotly_chart(training_figures.loss_over_training(cards, mode), theme=None, key="loss")
-    first, card = next(iter(cards.items()))
-    right.plotly_chart(training_figures.lens_over_training(first, card, mode), theme=None, key="curves")
-    if card["parameters"]["tables"]:
-        st.plotly_chart(training_figures.gates_over_training(first, card, mode), theme=None, key="gates")
+    finished = {name: training[name] for name in cards if not name.endswith("-early")}
+    left.plotly_chart(training_figures.loss_over_training(finished, mode), theme=None, key="loss")
+    right.plotly_chart(training_figures.lens_over_training(first, training[first], mode), theme=None, key="kl")
+    st.plotly_chart(training_figures.gates_over_training(first, training[first], mode), theme=None, key="gates")

@@ -1,6 +1,6 @@
 """What all probes share: records that go to JSON and back unchanged, the report and its protocol.
 
-An array field names its axes and unit in its metadata (see `array`); arrays of one record agree on every axis.
+An array field is annotated with its axes and unit (see `Array`); arrays of one record agree on every axis.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 import types
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -28,31 +28,40 @@ if TYPE_CHECKING:
 Progress = Callable[[float, str], None]
 
 
-def array(*axes: str, unit: str = "", dtype: str = "float32", optional: bool = False) -> Any:
-    """A field that holds an array [axes] of `dtype`; `unit` is empty for counts and indices."""
-    metadata = {"axes": axes, "unit": unit, "dtype": dtype}
-    return field(default=None, metadata=metadata) if optional else field(metadata=metadata)
+@dataclass(frozen=True)
+class Array:
+    """What an array field holds: `kl: Annotated[np.ndarray, Array("layer", "pos", unit="nats")]`.
+
+    The unit is empty for counts, ids and truth values.
+    """
+
+    axes: tuple[str, ...]
+    unit: str
+    dtype: str
+
+    def __init__(self, *axes: str, unit: str = "", dtype: str = "float32") -> None:
+        for name, value in (("axes", axes), ("unit", unit), ("dtype", dtype)):
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, eq=False)
 class Record:
     """Base of frozen dataclasses (declare them with eq=False) whose fields go to JSON and back.
 
-    Fields are numbers, strings, arrays, other records, and tuples or dictionaries of these. NaN is null in JSON.
+    Fields are numbers, strings, arrays, other records, and tuples or dictionaries of these; NaN is null.
     """
 
     def __post_init__(self) -> None:
         sizes: dict[str, int] = {}
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if "axes" not in item.metadata or value is None:
+        for name, array in arrays_of(type(self)).items():
+            value = getattr(self, name)
+            if value is None:
                 continue
-            axes, dtype = item.metadata["axes"], item.metadata["dtype"]
-            if value.dtype != dtype or value.ndim != len(axes):
-                raise ValueError(f"{item.name} is {value.dtype}{list(value.shape)}, not {dtype}{list(axes)}")
-            for axis, size in zip(axes, value.shape, strict=True):
+            if value.dtype != array.dtype or value.ndim != len(array.axes):
+                raise ValueError(f"{name} is {value.dtype}{list(value.shape)}, not {array.dtype}{array.axes}")
+            for axis, size in zip(array.axes, value.shape, strict=True):
                 if sizes.setdefault(axis, size) != size:
-                    raise ValueError(f"{item.name} has {size} along {axis}, another field {sizes[axis]}")
+                    raise ValueError(f"{name} has {size} along {axis}, another field {sizes[axis]}")
             value.flags.writeable = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,13 +71,12 @@ class Record:
     @classmethod
     def from_dict(cls, stored: Any) -> Self:
         """The record that `to_dict` gave; DataError for one that does not fit."""
-        fields = {item.name: item for item in dataclasses.fields(cls)}
-        if not isinstance(stored, dict) or not stored.keys() <= fields.keys():
-            extra = sorted(set(stored) - set(fields)) if isinstance(stored, dict) else type(stored).__name__
+        hints = typing.get_type_hints(cls, include_extras=True)
+        if not isinstance(stored, dict) or not stored.keys() <= hints.keys():
+            extra = sorted(set(stored) - set(hints)) if isinstance(stored, dict) else type(stored).__name__
             raise DataError(f"This is no {cls.__name__} of this version of the lab: it has {extra}.")
-        hints = typing.get_type_hints(cls)
         try:
-            return cls(**{name: _typed(stored[name], hints[name], fields[name].metadata) for name in stored})
+            return cls(**{name: _typed(value, hints[name]) for name, value in stored.items()})
         except DataError:
             raise
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -100,7 +108,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_array(value: np.ndarray) -> list:
-    """Nested lists; a float32 as the shortest decimal that is it again, a third of the digits of its double."""
+    """Nested lists; a float32 as the shortest decimal that gives it back, half the digits of its double."""
     if value.dtype == np.float32:
         short = value.astype("U24").astype(np.float64)
         again = (short.astype(np.float32) == value) | np.isnan(value)
@@ -112,17 +120,16 @@ def _plain_array(value: np.ndarray) -> list:
     return value.tolist()
 
 
-def _typed(value: Any, hint: Any, metadata: Any = types.MappingProxyType({})) -> Any:
+def _typed(value: Any, hint: Any) -> Any:
     """`value` from JSON as the annotated type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return None if value is None else _typed_array(value, arguments[1])
     if origin in (types.UnionType, typing.Union):
         if value is None:
             return None
         (hint,) = (argument for argument in arguments if argument is not type(None))
-        return _typed(value, hint, metadata)
-    if hint is np.ndarray:
-        made = np.array(value, dtype=metadata["dtype"])  # None becomes NaN
-        return made.reshape(made.shape + (0,) * (len(metadata["axes"]) - made.ndim)) if not made.size else made
+        return _typed(value, hint)
     if origin is tuple:
         if not isinstance(value, list):
             raise TypeError(f"{value!r} is not a list")
@@ -139,12 +146,30 @@ def _typed(value: Any, hint: Any, metadata: Any = types.MappingProxyType({})) ->
     return value
 
 
+def _typed_array(value: Any, array: Array) -> np.ndarray:
+    made = np.array(value, dtype=array.dtype)  # null becomes NaN
+    # Of an empty one the lists tell only the leading axes.
+    return made if made.size else made.reshape(made.shape + (0,) * (len(array.axes) - made.ndim))
+
+
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        if type(a) is not type(b):
+            return False
         return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a == b) or (a != a and b != b)
+
+
+def arrays_of(kind: type[Record]) -> dict[str, Array]:
+    """The array fields of a record and what they hold."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {
+        name: hint.__metadata__[0]
+        for name, hint in hints.items()
+        if typing.get_origin(hint) is typing.Annotated
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +201,9 @@ class Protocol(Record):
     ) -> Protocol:
         """The protocol of a run of these models on these prompts, ids [model][prompt][pos]."""
         models = tuple(
-            ModelProtocol(h.name, h.fingerprint, str(h.device), str(h.dtype).removeprefix("torch."), h.n_layers)
+            ModelProtocol(
+                h.name, h.fingerprint, str(h.device), str(h.dtype).removeprefix("torch."), h.n_layers
+            )
             for h in handles
         )
         ids = tuple(tuple(tuple(prompt) for prompt in prompts) for prompts in prompt_ids)
@@ -212,7 +239,9 @@ class Report(Record):
     def from_dict(cls, stored: Any) -> Self:
         """The report of any probe of the lab; DataError for anything else."""
         if not isinstance(stored, dict) or set(stored) != {"probe", "config", "protocol", "result"}:
-            raise DataError("This is no report of the lab: it needs the keys probe, config, protocol, result.")
+            raise DataError(
+                "This is no report of the lab: it needs the keys probe, config, protocol, result."
+            )
         if stored["probe"] not in PROBES:
             raise DataError(f'This version of the lab has no probe "{stored["probe"]}".')
         module = importlib.import_module(PROBES[stored["probe"]])

@@ -166,8 +166,8 @@ def test_a_padded_prompt_in_chunks(model: EngramForCausalLM) -> None:
     mask = torch.ones_like(ids)
     mask[:, :7] = 0
     cache = DynamicCache(config=model.config)
-    # The first chunk is padding alone, the second ends one token into the text.
-    ends = [0, 6, 8, 9, 20, 30]
+    # The first two chunks are padding alone, and the text starts with the third.
+    ends = [0, 6, 7, 8, 9, 20, 30]
     parts = [
         cached(model, ids[:, a:b], cache, attention_mask=mask[:, :b]) for a, b in itertools.pairwise(ends)
     ]

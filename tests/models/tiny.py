@@ -93,7 +93,7 @@ def byte_level(bos: bool = True) -> PreTrainedTokenizerFast:
 
 
 def sentencepiece(prefix: bool) -> PreTrainedTokenizerFast:
-    """A BPE tokenizer with byte fallback as Llama 2's (`prefix`: a space is put before the text) or Gemma's."""
+    """A BPE tokenizer with byte fallback as Llama 2's (`prefix`: a space goes before the text) or Gemma's."""
     merges = [("▁", "▁"), ("t", "h"), ("▁", "th"), ("▁th", "e"), ("e", "r"), ("▁", "r"), ("i", "s")]
     merges += [("r", "is"), ("▁", "P"), ("▁P", "a"), ("▁Pa", "ris")]
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
