@@ -27,6 +27,7 @@ def main(host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> None:
 
     from streamlit.web import bootstrap
 
+    import lab.runner  # noqa: F401 - all that is slow to import, before the address is given out
     from lab.theme import streamlit_options
 
     options = {
@@ -43,6 +44,7 @@ def main(host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> None:
         "logger.hideWelcomeMessage": True,
         **streamlit_options(),
     }
+    _take_save_off_objects()
     bootstrap.load_config_options(options)
     threading.Thread(target=_prepare, args=(host, port), daemon=True).start()
     bootstrap.run(str(APP), False, [], options)
@@ -61,18 +63,29 @@ def _check_free(host: str, port: int) -> None:
         ) from error
 
 
+def _take_save_off_objects() -> None:
+    """Undo what nnsight does to every object of the process: anyio refuses to define classes with a `save`."""
+    from nnsight._c import unmount
+
+    if unmount is not None and hasattr(object, "save"):
+        unmount("save")
+
+
 def _prepare(host: str, port: int) -> None:
-    """Open the shipped models, so that the first chart need not wait for them, then say where the app is."""
-    for name in ("streamlit.runtime.caching", "streamlit.runtime.scriptrunner_utils.script_run_context"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # "missing ScriptRunContext": here there is none
+    """Once the server answers, open the shipped models, so that no first chart waits for them; then say where it is.
+
+    Not before: two threads that import the same packages at once can meet half an import.
+    """
     from lab import runner
 
-    runner.warm_up()
     shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1") else host
     while True:
         try:
             socket.create_connection((shown, port), timeout=1).close()
             break
         except OSError:
-            time.sleep(0.1)
+            time.sleep(0.05)
+    for name in ("streamlit.runtime.caching", "streamlit.runtime.scriptrunner_utils.script_run_context"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # "missing ScriptRunContext": here there is none
+    runner.warm_up()
     print(f"Engram Lab runs at http://{shown}:{port} (Ctrl-C stops it)", flush=True)

@@ -67,12 +67,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     The gradients are made on the way forward, chunk by chunk while the logits are still in cache.
     """
 
-    CHUNK = 256
+    CHUNK_CPU, CHUNK_ACCELERATOR = 256, 4096  # rows
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """hidden [n, d_model], weight [vocab, d_model], labels [n] -> scalar."""
-        n, chunk = hidden.shape[0], LinearCrossEntropy.CHUNK
+        n = hidden.shape[0]
+        cpu = hidden.device.type == "cpu"
+        chunk = LinearCrossEntropy.CHUNK_CPU if cpu else LinearCrossEntropy.CHUNK_ACCELERATOR
         hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight)
         total = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, n, chunk):

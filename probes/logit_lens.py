@@ -193,7 +193,7 @@ def read_prompt(
             target_id=target_id,
             progress=progress,
         )
-        following = torch.tensor(ids[1:], device=got.logits.device)
+        following = torch.tensor(ids[1:], dtype=torch.int64, device=got.logits.device)
         loss = torch.nn.functional.cross_entropy(got.logits[0, :-1].float(), following, reduction="none")
         return statistics, torch.cat([loss, loss.new_full((1,), torch.nan)])
 

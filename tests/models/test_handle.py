@@ -341,7 +341,7 @@ print(h.residuals([[1, 2, 3]]).states.shape)
 def test_the_trace_costs_little(tokenizer: PreTrainedTokenizerFast, one_thread: None) -> None:
     """What a trace of 8 layers adds, against 5 % of a forward of 256 tokens of a model as engram-mini.
 
-    The cost does not depend on the width, so it is measured on a narrow model, where it stands out of the noise;
+    The cost does not depend on the width, so it is measured on a narrow model, where it stands out;
     processor time and the least of many runs leave out what else the machine does.
     """
 

@@ -8,7 +8,7 @@ from models.optim import LinearCrossEntropy, Muon, orthogonalise
 
 def test_fused_loss_and_gradients_are_those_of_autograd() -> None:
     torch.manual_seed(0)
-    n = LinearCrossEntropy.CHUNK + 37  # one whole chunk and a part of one
+    n = LinearCrossEntropy.CHUNK_CPU + 37  # one whole chunk and a part of one
     hidden = torch.randn(n, 8, requires_grad=True)
     weight = torch.randn(50, 8, requires_grad=True)
     labels = torch.randint(0, 50, (n,))
@@ -51,4 +51,3 @@ def test_muon_takes_the_steps_of_torch_muon() -> None:
         results.append(params)
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)  # torch's runs in bf16
-        assert not torch.equal(ours, start[0]) or ours.shape != start[0].shape
