@@ -10,6 +10,12 @@ import streamlit as st
 from lab import labels, runner, theme
 from models.errors import LabError
 
+# Drawn here: an icon by name would be fetched from another server.
+ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="7" fill="#0B6377"/>'
+    '<g fill="none" stroke="#FBFAF7" stroke-width="2.6"><path d="M7 9h18M7 16h18M7 23h18"/></g>'
+    '<circle cx="21" cy="16" r="4.4" fill="#E69F00"/></svg>'
+)
 PAGES = Path(__file__).resolve().parent.parent / "pages"
 
 
@@ -39,7 +45,7 @@ def pick_models() -> None:
     st.caption("Or type a local folder, a hub id or a .gguf file.")
 
 
-st.set_page_config(page_title="Engram Lab", page_icon=":material/neurology:", layout="wide")
+st.set_page_config(page_title="Engram Lab", page_icon=ICON, layout="wide")
 navigation = st.navigation(
     [
         st.Page(PAGES / "start.py", title="Start", icon=":material/explore:", url_path="start", default=True),

@@ -65,7 +65,8 @@ def lens_table(report: Report) -> str:
         cells = []
         for source, name in ((a, f"mean_{field}"), (b, f"mean_{field}"), (d, "mean_kl" if field == "kl" else field)):
             parts = [getattr(source, name + end) for end in ("", "_low", "_high")]
-            cells.append(interval(*(part if i is None or part is None else float(part[i]) for part in parts)))
+            value, low, high = (part if i is None or part is None else float(part[i]) for part in parts)
+            cells.append(interval(value, low, high))
         return [title, *cells]
 
     rows = [row(f"KL(final, {layer}), nats", "kl", i) for i, layer in enumerate(a.layer_names)]

@@ -42,7 +42,7 @@ def titled(
         title={
             "text": title,
             "subtitle": {"text": subtitle, "font": {"size": 13, "color": PALETTES[mode].quiet}},
-        }
+        },
     )
     return figure
 
@@ -115,18 +115,14 @@ def lens_curves(report: Report, mode: Mode = "light", memory: Memory | None = No
     """
     models = report.result.models
     n_prompts = len(report.config.prompts)
-    counts = " and ".join(f"{int(lens.counted.sum())}" for lens in models)
+    counts = " and ".join(dict.fromkeys(str(int(lens.counted.sum())) for lens in models))
     if n_prompts == 1:
         band, of = "10th to 90th percentile", f"mean over {counts} positions"
     else:
         band, of = "95 % interval of the mean", f"mean over {counts} positions of {n_prompts} texts"
-    figure = titled(
-        mode, "How far each layer's prediction is from the final one", f"{of}; band: {band}", 420
-    )
+    figure = titled(mode, "How far each layer's prediction is from the final one", f"{of}; band: {band}", 420)
     for n, lens in enumerate(models):
-        low, high = (
-            (lens.kl_p10, lens.kl_p90) if n_prompts == 1 else (lens.mean_kl_low, lens.mean_kl_high)
-        )
+        low, high = (lens.kl_p10, lens.kl_p90) if n_prompts == 1 else (lens.mean_kl_low, lens.mean_kl_high)
         _curve(
             figure, mode, n, lens.name, lens.layer_names, lens.mean_kl, low, high,
             (memory or {}).get(lens.name, ()), band,
@@ -183,10 +179,7 @@ def lens_map(
     n_layers = len(lens.layer_names)
     best, probability = lens.top_ids, lens.top_probs
     title, unit = MEASURES[what]
-    text = [
-        [labels.plotly(labels.short(name_of(int(best[n, p, 0])), 7)) for p in positions]
-        for n in range(n_layers)
-    ]
+    text = [[labels.plotly(labels.short(name_of(int(best[n, p, 0])), 7)) for p in positions] for n in range(n_layers)]
     hover = [
         f"<b>layer {lens.layer_names[n]}, position {p}</b> · {labels.plotly(tokens[p].label)} (id {tokens[p].id})"
         f"<br>{labels.plotly(title)}: {values[n, p]:.6g}<br>"
@@ -243,9 +236,7 @@ def lens_map(
     figure.update_xaxes(
         title_text="input token and its position",
         tickvals=list(positions),
-        ticktext=[
-            f"{labels.plotly(labels.short(tokens[p].label, 8))}<br><i>{p}</i>" for p in positions
-        ],
+        ticktext=[f"{labels.plotly(labels.short(tokens[p].label, 8))}<br><i>{p}</i>" for p in positions],
         tickfont={"family": MONO, "size": 11},
         tickangle=0,
         range=[positions[0] - 0.5, positions[-1] + 0.5],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ def check(device: str = "cuda", names: tuple[str, str] = ("engram-mini", "dense-
     out["runs"] = []
     expected = {}
     for probe, run in PROBES.items():
-        seconds, (_, figures) = timed(lambda run=run: run(reference), "cpu")
+        seconds, (_, figures) = timed(partial(run, reference), "cpu")
         expected[probe] = figures
         out["runs"].append({"probe": probe, "device": "cpu", "dtype": "float32", "seconds": seconds})
     ids = torch.tensor([reference[0].encode(PROMPT) * 20])[:, :256]
@@ -107,16 +108,14 @@ def check(device: str = "cuda", names: tuple[str, str] = ("engram-mini", "dense-
             for probe, run in PROBES.items():
                 if cuda:
                     torch.cuda.reset_peak_memory_stats()
-                seconds, (_, figures) = timed(lambda run=run, handles=handles: run(handles), device)
+                seconds, (_, figures) = timed(partial(run, handles), device)
                 gap = largest_difference(expected[probe], figures)
                 line = {"probe": probe, "device": device, "dtype": dtype, "tables": tables, "seconds": seconds}
                 line |= {"largest_difference": gap, "bound": bound, "within": gap <= bound}
                 if cuda:
                     line["peak_bytes"] = torch.cuda.max_memory_allocated()
                 out["runs"].append(line)
-            with handles[0].running():
-                on_device = ids.to(handles[0].device)
-            overhead = trace_overhead(handles[0], on_device)
+            overhead = trace_overhead(handles[0], ids.to(handles[0].device))
             out.setdefault("trace", []).append({"dtype": dtype, "tables": tables, **overhead})
             for handle in handles:
                 handle.close()

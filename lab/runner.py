@@ -20,7 +20,7 @@ from models import loading
 from models.errors import LabError, UnknownModelError
 from models.handle import Handle, list_models, open_model
 from probes import logit_lens
-from probes.base import Report
+from probes.base import Record, Report
 from probes.logit_lens import LensConfig
 
 NOTHING = "nothing"  # the choice of no comparison model
@@ -111,11 +111,17 @@ def results() -> Results:
     return Results(KEPT_RESULTS)
 
 
+def request_key(probe: str, config: Record, opened: Sequence[Handle]) -> str:
+    """One key for one request: the probe, its configuration, and the weights and the number format they run in."""
+    models = [(h.fingerprint, str(h.dtype), str(h.device)) for h in opened]
+    request = json.dumps([probe, config.to_dict(), models], sort_keys=True)
+    return hashlib.sha256(request.encode()).hexdigest()
+
+
 def lens(config: LensConfig) -> Report | None:
     """The report of a request: from the store, or run now with progress; None if the user cancelled it."""
     opened = handles(config.models)
-    request = json.dumps([config.to_dict(), [h.fingerprint for h in opened]], sort_keys=True)
-    key = "lens " + hashlib.sha256(request.encode()).hexdigest()
+    key = request_key("lens", config, opened)
     report = results().get(key)
     if report is None:
         report = _run(key, lambda progress: logit_lens.run(opened, config, progress))

@@ -75,7 +75,16 @@ def template(mode: Mode) -> go.layout.Template:
     return go.layout.Template(
         layout={
             "font": {"family": SANS, "size": 13, "color": palette.ink},
-            "title": {"font": {"size": 16}, "x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 12}},
+            "title": {
+                "font": {"size": 16},
+                "x": 0,
+                "xref": "container",
+                "xanchor": "left",
+                "y": 1,
+                "yref": "container",
+                "yanchor": "top",
+                "pad": {"l": 12, "t": 12},
+            },
             "paper_bgcolor": palette.page,
             "plot_bgcolor": palette.page,
             "colorway": palette.series,
@@ -95,7 +104,7 @@ def template(mode: Mode) -> go.layout.Template:
                 "font": {"family": MONO, "size": 12, "color": palette.ink},
                 "align": "left",
             },
-            "margin": {"l": 56, "r": 16, "t": 84, "b": 52},
+            "margin": {"l": 56, "r": 16, "t": 100, "b": 52},
         }
     )
 
@@ -135,16 +144,6 @@ def css(mode: Mode) -> str:
   white-space: pre; cursor: default; color: {palette.ink}; }}
 .chip sub {{ color: {palette.quiet}; font-size: 9px; margin-left: 4px; vertical-align: baseline; }}
 .chip.special {{ border-style: dashed; color: {palette.quiet}; }}
-.diagram {{ color: {palette.ink}; max-width: 860px; }}
-.diagram svg {{ width: 100%; height: auto; }}
-.diagram .memory {{ fill: {translucent(palette.series[0], 0.14)}; stroke: {palette.series[0]}; }}
-.diagram .plain {{ fill: {palette.panel}; stroke: {palette.line}; }}
-.diagram .gate {{ fill: {translucent(palette.series[1], 0.16)}; stroke: {palette.series[1]}; }}
-.diagram text {{ fill: {palette.ink}; font-family: {SANS}; font-size: 15px; }}
-.diagram text.quiet {{ fill: {palette.quiet}; font-size: 13px; }}
-.diagram text.token {{ font-family: {MONO}; }}
-.diagram path {{ fill: none; stroke: {palette.quiet}; stroke-width: 1.6; }}
-.diagram marker path {{ fill: {palette.quiet}; stroke: none; }}
 /* The map keeps the width of its columns and scrolls in its own box. */
 .st-key-map_scroll {{ overflow-x: auto; }}
 .st-key-map_scroll > div, .st-key-map_scroll [data-testid="stPlotlyChart"],

@@ -54,7 +54,7 @@ def canonical_map(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Canonical id [raw id] int64 for every raw id in 0..len(tokenizer)-1."""
     pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     texts = (
-        tokenizer.decode([i], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        str(tokenizer.decode([i], skip_special_tokens=False, clean_up_tokenization_spaces=False))
         for i in range(len(pieces))
     )
     return canonical_ids(canonical_key(text, piece) for text, piece in zip(texts, pieces, strict=True))

@@ -14,6 +14,7 @@ import lzma
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class DataInfo:
 
 def open_text(path: Path) -> Iterator[str]:
     """Lines of a text file, `.xz` and `.gz` unpacked on the way. Raises DataError."""
-    opener: Callable = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     try:
         with opener(path, "rt", encoding="utf-8") as file:
             yield from file
@@ -175,8 +176,10 @@ def prepare(
     info = DataInfo(
         tuple([path.name for path in texts] + ([dataset] if dataset else [])),
         max_characters,
-        *counts["tokens"],
-        *counts["held_out"],
+        counts["tokens"][0],
+        counts["tokens"][1],
+        counts["held_out"][0],
+        counts["held_out"][1],
         len(bpe),
         dtype.str,
     )
@@ -193,7 +196,8 @@ class PackedStream:
         self.lengths = np.fromfile(folder / f"{split}.lengths.bin", dtype="<u4").astype(np.int64)
         self.offsets = np.cumsum(self.lengths) - self.lengths
         self.total, self.seed = int(self.lengths.sum()), seed
-        self._epoch, self._order, self._ends = -1, np.empty(0), np.empty(0)
+        self._epoch = -1
+        self._order = self._ends = np.empty(0, dtype=np.int64)
 
     def _shuffle(self, epoch: int) -> None:
         if epoch != self._epoch:

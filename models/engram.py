@@ -227,7 +227,7 @@ def document_mask(reach: Tensor, length: int, dtype: torch.dtype) -> Tensor | No
     return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
 
 
-def state_layers(cache: Cache, n_layers: int, n_memory: int) -> list[DynamicLayer]:
+def state_layers(cache: Cache, n_layers: int, n_memory: int) -> list[Any]:
     """The cache's extra layers behind its `n_layers` attention ones: the token history, then one per memory layer.
 
     The history holds (canonical id, reach, position) as its keys [batch, 1, pos, 3]; a memory layer holds its
@@ -280,7 +280,7 @@ class EngramModel(_EngramInit, LlamaModel):
         input_ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
-        state: DynamicLayer | None,
+        state: Any,
     ) -> tuple[Tensor, Tensor]:
         """(lookback [batch, pos, back], reach [batch, pos]) of canonical ids; appends the tokens to `state`."""
         batch, length = input_ids.shape
@@ -329,7 +329,7 @@ class EngramModel(_EngramInit, LlamaModel):
             use_cache = self.config.use_cache
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        states: Sequence[DynamicLayer] = ()
+        states: Sequence[Any] = ()
         if cache is not None:
             states = state_layers(cache, self.config.num_hidden_layers, len(self.config.engram_layer_ids))
         lookback, reach = self.history(input_ids, attention_mask, position_ids, states[0] if states else None)

@@ -90,6 +90,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         return total / n
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
         return hidden_grad * grad, weight_grad * grad, None

@@ -135,9 +135,10 @@ def parameter_groups(
     model: PreTrainedModel,
 ) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
     """(matrices for Muon, tables, the rest) of trainable parameters."""
-    tables = [m.table.weight for m in model.model.memories()] if isinstance(model.model, EngramModel) else []
+    tables: list[Any] = [m.table.weight for m in model.model.memories()] if isinstance(model.model, EngramModel) else []
     table_ids, embedding_ids = set(map(id, tables)), {id(model.get_input_embeddings().weight)}
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for p in model.parameters():
         if id(p) not in table_ids:
             (matrices if p.ndim == 2 and id(p) not in embedding_ids else rest).append(p)
@@ -222,7 +223,8 @@ class Trainer:
         self.config, self.out, self.measure = config, out, measure
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
-        self.model = build(config, self.tokenizer).to(self.device)
+        self.model: Any = build(config, self.tokenizer)
+        nn.Module.to(self.model, self.device)
         self.stream = PackedStream(data, "tokens", config.seed)
         self.held_out = PackedStream(data, "held_out", None)
         if min(self.stream.total, self.held_out.total) <= config.context:

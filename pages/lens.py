@@ -68,10 +68,10 @@ def one_prompt() -> None:
         st.selectbox("Example", [*titles.values(), OWN], key="example", on_change=use_example)
         a, b = st.columns([3, 2])
         target = a.text_input(
-            "Target token (optional)",
+            "Target token",
             key="target",
             bind="query-params",
-            help="A text that is one token; most words begin with a space. Its rank and probability are then "
+            help="May be left empty. A text that is one token; most words begin with a space. Its rank and probability are then "
             "followed through the layers.",
         )
         top_k = b.number_input(
@@ -114,9 +114,7 @@ def tokenizations(opened: list[Handle], prompt: str) -> list[tuple[list[labels.T
     for handle in opened:
         ids = handle.encode(prompt)
         pieces = handle.pieces(ids)
-        tokens = [
-            labels.Token(i, piece, handle.is_special(i)) for i, piece in zip(ids, pieces, strict=True)
-        ]
+        tokens = [labels.Token(i, piece, handle.is_special(i)) for i, piece in zip(ids, pieces, strict=True)]
         for known, handles in found:
             if known == tokens:
                 handles.append(handle)
@@ -206,9 +204,7 @@ def cell(report: Report, opened: list[Handle], layer: int, pos: int) -> None:
     """The chosen cell of each model, side by side where their positions match."""
     shown = st.session_state["of"]
     columns = st.columns(len(opened))
-    for index, (column, lens, handle) in enumerate(
-        zip(columns, report.result.models, opened, strict=True)
-    ):
+    for index, (column, lens, handle) in enumerate(zip(columns, report.result.models, opened, strict=True)):
         with column.container(border=True):
             at = pos if lens.name == shown else aligned(report, index, pos)
             if at is None:
@@ -297,9 +293,7 @@ def text_set() -> None:
         seed = c.number_input("Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", help="Of the resampling.")
     names = runner.chosen_models()
     opened = runner.handles(names)
-    config = LensConfig(
-        models=names, prompts=lines[: int(n)], seed=int(seed), bootstrap=int(bootstrap), detail=False
-    )
+    config = LensConfig(models=names, prompts=lines[: int(n)], seed=int(seed), bootstrap=int(bootstrap), detail=False)
     report = runner.lens(config)
     if report is None:
         return

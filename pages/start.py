@@ -8,45 +8,8 @@ from typing import Any
 
 import streamlit as st
 
-from lab import card, labels, runner, texts, training_figures
+from lab import card, diagram, labels, runner, texts, training_figures
 
-DIAGRAM = """
-<div class="diagram"><svg viewBox="0 0 880 268" role="img" aria-label="The last two and three tokens are hashed to
-rows of a table; the rows, weighted by a gate that looks at the residual stream, are added to it before attention.">
-<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">
-<path d="M0 0 L8 4 L0 8 Z"/></marker></defs>
-<g><rect class="plain" x="20" y="22" width="52" height="30" rx="5"/><text class="token" x="46" y="42"
-text-anchor="middle">the</text>
-<rect class="plain" x="78" y="22" width="88" height="30" rx="5"/><text class="token" x="122" y="42"
-text-anchor="middle">·capital</text>
-<rect class="memory" x="172" y="22" width="46" height="30" rx="5"/><text class="token" x="195" y="42"
-text-anchor="middle">·of</text>
-<rect class="memory" x="224" y="22" width="56" height="30" rx="5"/><text class="token" x="252" y="42"
-text-anchor="middle">·the</text>
-<rect class="memory" x="286" y="22" width="80" height="30" rx="5"/><text class="token" x="326" y="42"
-text-anchor="middle">·United</text></g>
-<path d="M224 60 V68 H366 V60"/><text class="quiet" x="295" y="85" text-anchor="middle">last two tokens</text>
-<path d="M172 94 V102 H366 V94"/><text class="quiet" x="269" y="119" text-anchor="middle">last three tokens</text>
-<path d="M374 68 C430 68 430 84 470 84" marker-end="url(#tip)"/>
-<path d="M374 102 C430 102 430 94 470 94" marker-end="url(#tip)"/><text class="quiet" x="420" y="60"
-text-anchor="middle">hashed</text>
-<g><rect class="memory" x="478" y="20" width="112" height="132" rx="6"/>
-<path d="M478 42 H590 M478 64 H590 M478 108 H590 M478 130 H590"/>
-<rect class="memory" x="478" y="64" width="112" height="22"/><rect class="memory" x="478" y="108" width="112"
-height="22"/><text class="quiet" x="534" y="168" text-anchor="middle">tables of rows</text></g>
-<path d="M598 88 H668" marker-end="url(#tip)"/>
-<g><circle class="gate" cx="700" cy="88" r="26"/><text x="700" y="93" text-anchor="middle">gate</text></g>
-<text class="quiet" x="740" y="84">0 shut</text><text class="quiet" x="740" y="102">1 open</text>
-<path d="M660 224 C660 180 672 150 686 118" marker-end="url(#tip)" stroke-dasharray="4 4"/>
-<path d="M712 114 V212" marker-end="url(#tip)"/>
-<path d="M20 226 H700" marker-end="url(#tip)"/><circle class="gate" cx="712" cy="226" r="11"/>
-<text x="712" y="231" text-anchor="middle">+</text><path d="M724 226 H760" marker-end="url(#tip)"/>
-<rect class="plain" x="766" y="208" width="98" height="36" rx="6"/><text x="815" y="231"
-text-anchor="middle">attention …</text>
-<text class="quiet" x="20" y="216">residual stream at “·United”, on its way into a block with a memory</text>
-<text class="quiet" x="20" y="250">the dense twin: the same blocks, only this line</text>
-</svg></div>
-"""
 
 def training_of(name: str) -> dict[str, Any]:
     """How a shipped model was trained: the points recorded on the way."""
@@ -67,7 +30,11 @@ def show_card(name: str, facts: dict[str, Any], config: dict[str, Any]) -> None:
         with st.container(horizontal=True):
             st.metric("Held-out loss", f"{facts['held_out_loss_nats']:.3f}", help="Nats a token.")
             st.metric("Active", f"{parameters['active_per_token'] / 1e6:.2f} M", help="Parameters used for a token.")
-            st.metric("Tables", f"{parameters['table'] / 1e6:.2f} M", help="Parameters that are rows to look up.")
+            st.metric(
+                "Tables",
+                f"{parameters['table'] / 1e6:.2f} M" if parameters["table"] else "none",
+                help="Parameters that are rows to look up.",
+            )
         st.caption(
             f"{facts['tokens'] / 1e6:.2f} M training tokens, {facts['steps']:,} steps; "
             f"loss on {facts['held_out_tokens']:,} held-out tokens"
@@ -85,10 +52,14 @@ st.markdown(
     "Some language models carry an **Engram**: a memory that is looked up, not computed. This lab shows what "
     "such a memory does to a model's predictions, layer by layer, next to a twin that has none."
 )
-st.html(DIAGRAM)
+st.image(
+    diagram.engram(runner.mode()),
+    width=880,
+    alt="The last two and three tokens are hashed to rows of a table; a gate weighs them and adds them to the stream.",
+)
 st.markdown(
     "The last two and three tokens are hashed to rows of large tables. What the rows hold is added to the residual "
-    "stream, as far as a **gate** lets it: it compares what was read with what the model is about to say. So common "
+    "stream, as far as a **gate** lets it: it weighs what was read against what the stream already holds. So common "
     "phrases need not be worked out by the lower layers. If that is true, an Engram should **settle its prediction "
     "earlier** than its twin. The logit lens puts that to the test."
 )

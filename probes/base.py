@@ -227,7 +227,7 @@ class Report(Record):
     """What every probe returns and every export holds, with just these keys."""
 
     probe: str
-    config: Record
+    config: Any
     protocol: Protocol
     result: Any
 

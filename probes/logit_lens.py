@@ -343,11 +343,13 @@ def _mean(values: np.ndarray, counted: np.ndarray, index: np.ndarray, weights: n
     valid = counted & ~np.isnan(values.reshape(-1, values.shape[-1])[0])
     member = (index[valid] == np.arange(index.max() + 1)[:, None]).astype(np.float64)  # [prompt, pos]
     sums, counts = member @ values[..., valid].T.astype(np.float64), member.sum(axis=1)
-    with np.errstate(invalid="ignore"):  # no position at all
-        mean = sums.sum(axis=0) / counts.sum()
-        if weights is None:
-            return mean, None, None
-        drawn = (weights @ counts).reshape(-1, *[1] * (sums.ndim - 1))
+    if not counts.any():
+        return np.full(values.shape[:-1], np.nan), None, None
+    mean = sums.sum(axis=0) / counts.sum()
+    if weights is None:
+        return mean, None, None
+    drawn = (weights @ counts).reshape(-1, *[1] * (sums.ndim - 1))
+    with np.errstate(invalid="ignore"):  # a resample may hold no position at all
         means = weights @ sums / drawn
     low, high = np.nanquantile(means, [0.025, 0.975], axis=0)
     return mean, low, high

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from lab.cli import main
 
-SMALL = (
+SMALL = shlex.split(
     "--vocab-size 320 --n-layers 2 --d-model 32 --n-attention-heads 2 --d-mlp 48 --context 64 --short-context 32 "
     "--memory-layers 0 1 --rows-per-head 60 --hash-heads 2 --row-width 4 --batch-tokens 128 --points 2"
-).split()
+)
 
 
 @pytest.fixture(scope="module")

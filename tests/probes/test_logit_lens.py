@@ -199,8 +199,9 @@ def test_without_detail_the_rest_stays(pair: list[Handle], report: Report) -> No
 def test_every_listed_token_has_its_name(pair: list[Handle], report: Report) -> None:
     lens = report.result.models[0]
     assert set(lens.token_names) == set(lens.top_ids.ravel().tolist())
-    vocabulary = pair[0].tokenizer.get_vocab()
-    assert all(lens.token_names.get(vocabulary[text], text) == text for text in ("a", "th", "<|bos|>"))
+    for token_id, name in lens.token_names.items():
+        piece = pair[0].tokenizer.convert_ids_to_tokens(token_id)
+        assert name == piece or not piece.isascii() or name.startswith("\\x")
 
 
 def test_json_has_the_promised_shape(report: Report) -> None:
@@ -252,12 +253,18 @@ def test_cancelling_leaves_the_models_usable(pair: list[Handle], report: Report)
     assert [fraction for fraction, _ in told] == sorted(fraction for fraction, _ in told)
     assert told[0][1] == "memory: prompt 1 of 4"
     free: list[bool] = []
+
+    def take(lock: Any) -> None:
+        free.append(lock.acquire(blocking=False))
+        lock.release()
+
     for handle in pair:
         # From another thread, because the lock may be taken again by its owner.
-        thread = threading.Thread(target=lambda lock=handle.lock: free.append(lock.acquire(blocking=False)))
+        thread = threading.Thread(target=take, args=(handle.lock,))
         thread.start()
         thread.join()
     assert free == [True, True]
+    assert run(pair, config).to_json() == report.to_json()
     assert not torch.is_inference_mode_enabled()
 
 

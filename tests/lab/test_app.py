@@ -1,0 +1,315 @@
+"""The app through its entry, on tiny models in place of the shipped ones: every widget, every bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import streamlit as st
+from streamlit.testing.v1 import AppTest
+
+from lab import card, figures, runner, texts
+from models import loading
+from models.errors import LabError
+from models.handle import Handle
+from probes import logit_lens
+from probes.logit_lens import LensConfig
+
+APP = Path(runner.__file__).with_name("app.py")
+LENS = str(APP.parent.parent / "pages" / "lens.py")
+START = str(APP.parent.parent / "pages" / "start.py")
+LONG = "the old mill and the river " * 12
+
+
+@pytest.fixture(autouse=True)
+def lab_of_tiny_models(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(loading, "SHIPPED", shipped)
+    monkeypatch.setattr(card, "MODELS", shipped)
+    yield
+    st.cache_resource.clear()
+
+
+def app() -> AppTest:
+    return AppTest.from_file(str(APP), default_timeout=200).run()
+
+
+@pytest.fixture
+def lens() -> AppTest:
+    """The lens page as it opens."""
+    return app().switch_page(LENS).run()
+
+
+def clean(at: AppTest) -> AppTest:
+    assert not at.exception, at.exception
+    assert not at.error, at.error[0].value
+    return at
+
+
+def sentence(at: AppTest) -> str:
+    """The one error on the page."""
+    assert not at.exception, at.exception
+    assert len(at.error) == 1
+    text = at.error[0].value.replace("\\", "")
+    assert text.endswith(".") and "\n" not in text and "Traceback" not in text
+    return text
+
+
+def chart(at: AppTest, key: str) -> dict[str, Any]:
+    """What a Plotly chart of the page draws."""
+    found: dict[str, Any] = json.loads(at.get_by_key(key).proto.spec)
+    return found
+
+
+def curve(at: AppTest, name: str = "engram-mini") -> np.ndarray:
+    (trace,) = [t for t in chart(at, "curves")["data"] if t["name"].startswith(name) and "markers" in t["mode"]]
+    return numbers(trace["y"])
+
+
+def numbers(value: Any) -> np.ndarray:
+    """An array as Plotly's JSON has it: a list, or base64 with its type."""
+    if isinstance(value, dict):
+        import base64
+
+        flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=value["dtype"])
+        return flat.reshape([int(n) for n in str(value.get("shape", "-1")).split(",")])
+    return np.array(value, dtype=float)
+
+
+def test_start_page_leads_to_the_first_experiment() -> None:
+    at = clean(app())
+    shown = " ".join(element.value for element in (*at.markdown, *at.caption))
+    assert "Engram" in shown and [m.value for m in at.metric].count("4.500") == 2, "both held-out losses"
+    assert {"loss", "kl", "gates"} <= {c.key for c in at.get("plotly_chart")}
+    at.button(key="example_2").click().run()
+    assert clean(at).text_area(key="prompt").value == texts.examples()[2]["prompt"]
+    assert chart(at, "curves")["data"]
+
+
+def test_start_page_leads_to_the_text_set() -> None:
+    at = app()
+    at.button(key="open_set").click()
+    at.session_state["texts"] = 2
+    assert clean(at.run()).get_by_key("summary")
+
+
+def test_curves_are_those_of_the_probe(lens: AppTest, pair: list[Handle]) -> None:
+    prompt = lens.text_area(key="prompt").value
+    report = logit_lens.run(pair, LensConfig(("engram-mini", "dense-mini"), (prompt,)))
+    for model in report.result.models:
+        assert np.allclose(curve(clean(lens), model.name), model.mean_kl, atol=1e-5)
+
+
+def change(at: AppTest, kind: str, key: str, value: Any) -> AppTest:
+    getattr(at, kind)(key=key).set_value(value)
+    return clean(at.run())
+
+
+def command(at: AppTest) -> str:
+    return str(at.code[0].value)
+
+
+REQUESTS: list[tuple[str, str, Any, Callable[[AppTest], Any]]] = [
+    ("text_area", "prompt", "the the the", lambda at: (command(at), curve(at).tolist())),
+    ("selectbox", "example", texts.examples()[3]["title"], lambda at: (command(at), curve(at).tolist())),
+    ("text_input", "target", " the", lambda at: (command(at), len(at.selectbox(key="measure").options))),
+    ("number_input", "top", 3, lambda at: (command(at), len(at.get_by_key("cell_0").value))),
+    ("selectbox", "measure", "entropy", lambda at: numbers(chart(at, "map")["data"][0]["z"]).tolist()),
+    ("selectbox", "of", "dense-mini", lambda at: numbers(chart(at, "map")["data"][0]["z"]).tolist()),
+    ("selectbox", "layer", "0", lambda at: at.get_by_key("cell_0").value.values.tolist()),
+    ("selectbox", "pos", 1, lambda at: at.get_by_key("cell_0").value.values.tolist()),
+    ("selectbox", "model", "dense-mini", lambda at: sorted(t["name"] for t in chart(at, "curves")["data"])),
+    ("selectbox", "against", runner.NOTHING, lambda at: len(chart(at, "curves")["data"])),
+]
+
+
+@pytest.mark.parametrize(("kind", "key", "value", "seen"), REQUESTS, ids=[r[1] for r in REQUESTS])
+def test_every_widget_changes_what_is_seen(
+    lens: AppTest, kind: str, key: str, value: Any, seen: Callable[[AppTest], Any]
+) -> None:
+    before = seen(clean(lens))
+    if key == "model":
+        change(lens, "selectbox", "against", runner.NOTHING)
+    assert seen(change(lens, kind, key, value)) != before
+
+
+def test_a_long_prompt_is_shown_in_windows(lens: AppTest) -> None:
+    change(lens, "text_area", "prompt", LONG)
+    starts = lens.selectbox(key="from")
+    assert len(starts.options) > 1
+    first = numbers(chart(lens, "map")["data"][0]["x"])
+    assert first.tolist() == list(range(64))
+    second = numbers(chart(change(lens, "selectbox", "from", 64), "map")["data"][0]["x"])
+    assert second[0] == 64
+    # A shorter prompt has no such window any more.
+    assert numbers(chart(change(lens, "text_area", "prompt", "the river"), "map")["data"][0]["x"])[0] == 0
+
+
+def text_set(at: AppTest, lines: str = "The river runs\npast the old mill\n\nand into the sea\n") -> AppTest:
+    at.segmented_control(key="mode").set_value(texts.SET)
+    at.session_state["texts"] = 2
+    at.run()
+    at.file_uploader(key="file").upload("mine.txt", lines.encode())
+    return at.run()
+
+
+def test_a_text_set(lens: AppTest, pair: list[Handle]) -> None:
+    at = clean(text_set(lens))
+    lines = ("The river runs", "past the old mill")
+    config = LensConfig(("engram-mini", "dense-mini"), lines, detail=False)
+    report = logit_lens.run(pair, config)
+    assert np.allclose(curve(at), report.result.models[0].mean_kl, atol=1e-5)
+    (difference,) = [t for t in chart(at, "difference")["data"] if "markers" in t.get("mode", "")]
+    assert np.allclose(numbers(difference["y"]), report.result.difference.mean_kl, atol=1e-5)
+    assert at.get_by_key("summary").value.to_dict("records") == figures.summary(report)
+    band = chart(at, "curves")["data"][0]["y"]
+    for key, value in (("texts", 3), ("seed", 1), ("bootstrap", 200)):
+        change(at, "number_input", key, value)
+        now = chart(at, "curves")["data"][0]["y"]
+        assert now != band, f"{key} changes nothing"
+        band = now
+
+
+BAD = [
+    ("text_area", "prompt", "", "empty"),
+    ("text_area", "prompt", "the " * 2000, "640"),
+    ("text_input", "target", "the old mill", "not one token"),
+    ("selectbox", "model", "no-such-model", "no-such-model"),
+    ("selectbox", "model", "/no/such/folder", "/no/such/folder"),
+    ("selectbox", "against", "no-such-model", "no-such-model"),
+    ("selectbox", "against", "engram-mini", "compared with itself"),
+]
+
+
+@pytest.mark.parametrize(("kind", "key", "value", "says"), BAD, ids=[f"{b[1]}-{b[3]}" for b in BAD])
+def test_a_bad_request_is_one_sentence(lens: AppTest, kind: str, key: str, value: str, says: str) -> None:
+    getattr(lens, kind)(key=key).set_value(value)
+    assert says in sentence(lens.run())
+
+
+def test_bad_folders_and_files_are_one_sentence(lens: AppTest, tmp_path: Path, shipped: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    for file in (shipped / "dense-mini").iterdir():
+        (cut / file.name).write_bytes(file.read_bytes())
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    gguf = tmp_path / "fake.gguf"
+    gguf.write_bytes(b"no gguf at all")
+    for path in (empty, cut, gguf):
+        lens.selectbox(key="model").set_value(str(path))
+        assert path.name in sentence(lens.run())
+
+
+@pytest.mark.parametrize(("raw", "says"), [(b"\xff\xfe\x00caf\xe9", "UTF-8"), (b"\n \n", "no text")])
+def test_a_bad_file_is_one_sentence(lens: AppTest, raw: bytes, says: str) -> None:
+    at = text_set(lens)
+    at.file_uploader(key="file").set_value([("bad.txt", raw, "text/plain")])
+    assert says in sentence(at.run())
+
+
+def test_a_split_target_names_its_ids(lens: AppTest, pair: list[Handle]) -> None:
+    lens.text_input(key="target").set_value("old mill")
+    said = sentence(lens.run())
+    for token_id in pair[0].encode("old mill")[1:]:
+        assert str(token_id) in said
+
+
+def test_no_models_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "SHIPPED", tmp_path)
+    monkeypatch.setattr(card, "MODELS", tmp_path)
+    monkeypatch.setattr(runner, "model_names", lambda: [])
+    at = clean(app())
+    assert at.info
+    assert "No model is chosen" in sentence(at.switch_page(LENS).run())
+
+
+def test_a_failure_of_the_lab_is_no_traceback(lens: AppTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(figures, "lens_curves", broken)
+    at = lens.run()
+    assert "report" in sentence(at)
+    assert any("a bug" in code.value for code in at.expander[-1].code)
+
+
+def test_unchanged_request_runs_no_model(lens: AppTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    clean(lens)
+    monkeypatch.setattr(Handle, "residuals", lambda *_: pytest.fail("a model ran"))
+    before = chart(lens, "curves")
+    assert chart(clean(lens.run()), "curves") == before
+    change(lens, "selectbox", "layer", "1")
+
+
+def test_the_request_survives_a_change_of_page(lens: AppTest) -> None:
+    change(lens, "text_area", "prompt", "the the the")
+    change(lens, "selectbox", "measure", "entropy")
+    lens.switch_page(START).run()
+    at = clean(lens.switch_page(LENS).run())
+    assert at.text_area(key="prompt").value == "the the the"
+    assert at.selectbox(key="measure").value == "entropy"
+
+
+def test_a_link_reopens_the_request() -> None:
+    at = AppTest.from_file(str(APP), default_timeout=200)
+    at.query_params.update({"prompt": "the <mill> & $5", "target": " the", "top": "3", "against": runner.NOTHING})
+    at.query_params.update({"measure": "target_rank", "pos": "2", "layer": "1"})
+    at.run()
+    at = clean(at.switch_page(LENS).run())
+    config = LensConfig(("engram-mini",), ("the <mill> & $5",), " the", 3)
+    from lab.export import command_line
+
+    assert command(at) == command_line(config)
+    assert at.selectbox(key="measure").value == "target_rank"
+    assert (at.selectbox(key="pos").value, at.selectbox(key="layer").value) == (2, "1")
+
+
+def test_cancelled_runs_only_when_asked_again(lens: AppTest) -> None:
+    config = LensConfig(("engram-mini", "dense-mini"), ("some other prompt",))
+    opened = [runner.handle(name) for name in config.models]
+    lens.session_state["cancelled"] = runner.request_key("lens", config, opened)
+    lens.text_area(key="prompt").set_value("some other prompt").run()
+    assert not lens.exception and "Cancelled" in lens.info[0].value
+    assert not lens.get("plotly_chart")
+    lens.button(key="run_again").click().run()
+    assert not clean(lens).info and len(curve(lens)) == 4
+
+
+def test_stopping_a_run_leaves_the_model_usable(pair: list[Handle]) -> None:
+    class Stop(BaseException):
+        """As Streamlit's own: no Exception."""
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    config = LensConfig(("engram-mini",), ("the river",))
+    with pytest.raises(Stop):
+        logit_lens.run(pair[:1], config, stop)
+    assert logit_lens.run(pair[:1], config).result.models[0].kl.shape[0] == 4
+
+
+def test_at_most_three_models_stay_open(shipped: Path, tmp_path: Path) -> None:
+    import shutil
+
+    names = []
+    for n in range(4):
+        shutil.copytree(shipped / "dense-mini", tmp_path / str(n))
+        names.append(str(tmp_path / str(n)))
+    opened = [runner.handle(name) for name in names]
+    with pytest.raises(LabError, match="closed"):
+        _ = opened[0].model
+    assert all(handle.model is not None for handle in opened[1:])
+    assert runner.handle(names[3]) is opened[3]
+
+
+def test_results_are_bounded() -> None:
+    kept = runner.Results(2)
+    for n in range(3):
+        kept.put(str(n), n)  # type: ignore[arg-type]
+    assert [kept.get(str(n)) for n in range(3)] == [None, 1, 2]
