@@ -20,14 +20,12 @@ def best_seconds(
     return best
 
 
-def lens(
-    positions: int = 128, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, Any]:
-    """Seconds of the whole lens probe on a random Llama of 135 M parameters (30 blocks, 576 wide, vocab 49152).
+def lens(positions: int = 128, rounds: int = 5, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
+    """Seconds of the lens probe on a random Llama of 135 M parameters (30 blocks, 576 wide, vocab 49152).
 
-    The floor is one bare forward and one projection of all layers' states onto the vocabulary; `ratio` is the
-    probe's time, from text to report with the top 5 and a target, over the floor. On a machine that others use
-    pass time.process_time and run on one thread.
+    The floor is one bare forward and one projection of all layers' states onto the vocabulary; `ratio` is
+    the probe's time, from text to report with the top 5 and a target, over the floor. On a machine that
+    others use pass time.process_time and run on one thread.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -18,7 +18,9 @@ MODELS = TEXTS.parent / "models"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the lens is measured; the shipped sentences by default."""
-    parser.add_argument("--prompts", type=Path, default=TEXTS / HELD_OUT, help="text set, one prompt a line (default: the shipped)")
+    parser.add_argument(
+        "--prompts", type=Path, default=TEXTS / HELD_OUT, help="text set, one prompt a line (default: the shipped)"
+    )
 
 
 def cards() -> dict[str, dict[str, Any]]:

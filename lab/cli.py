@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import json
 import os
 import sys
@@ -76,7 +77,9 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", help="a second model to compare with")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", help="a prompt; may be repeated")
-    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="a text set: UTF-8, one prompt a line")
+    prompts.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='a text set: UTF-8, one prompt a line, or .jsonl with "prompt"'
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the resamples (default %(default)s)")
     parser.add_argument("--device", help="cpu or cuda (default: the best there is)")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16")
@@ -117,7 +120,8 @@ def run_lens(args: argparse.Namespace) -> int:
     names = tuple(name for name in (args.model, args.against) if name is not None)
     config = LensConfig(names, prompts, args.target, args.top_k, args.seed, args.bootstrap, detail)
     options = {"device": args.device, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
-    with progress_line() as progress:
+    # stdout is the report's alone, whatever a checkpoint's own code or a library prints.
+    with contextlib.redirect_stdout(sys.stderr), progress_line() as progress:
         handles = [open_model(name, **options) for name in names]
         report = run(handles, config, progress)
     if args.csv:
@@ -151,13 +155,27 @@ def read_prompts(args: argparse.Namespace) -> tuple[tuple[str, ...], bool]:
     if args.prompts is None:
         return tuple(args.prompt), True
     from lab.texts import lines_of
+    from models.errors import DataError
 
-    return lines_of(args.prompts.read_bytes(), str(args.prompts)), False
+    lines = lines_of(args.prompts.read_bytes(), str(args.prompts))
+    if args.prompts.suffix != ".jsonl":
+        return lines, False
+    prompts = []
+    for n, line in enumerate(lines, 1):
+        try:
+            prompts.append(json.loads(line)["prompt"])
+        except (ValueError, TypeError, KeyError):
+            raise DataError(f'{args.prompts} has no JSON object with a "prompt" as its text {n}.') from None
+        if not isinstance(prompts[-1], str):
+            raise DataError(f"{args.prompts} has a prompt that is no text as its text {n}.")
+    return tuple(prompts), False
 
 
 def write(path: str, text: str) -> None:
-    """To a file, or to stdout for "-"."""
+    """To a file, or to stdout for "-", in UTF-8 as JSON has to be."""
     if path == "-":
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")
         sys.stdout.write(text)
     else:
         Path(path).write_text(text, encoding="utf-8")

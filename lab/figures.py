@@ -19,7 +19,7 @@ from probes.base import Report
 
 Measure = Literal["kl", "entropy", "target_prob", "target_rank"]
 # What is shown -> (name in the title, its unit at the colour bar)
-MEASURES: dict[str, tuple[str, str]] = {
+MEASURES: dict[Measure, tuple[str, str]] = {
     "kl": ("KL(final ‖ layer)", "nats"),
     "entropy": ("Entropy of the layer's prediction", "nats"),
     "target_prob": ("Probability of the target", "probability"),
@@ -195,9 +195,9 @@ def lens_map(
         mode,
         f"{title} at each layer and position: {labels.plotly(lens.name)}",
         f"colour: {unit}{settled}",
-        150 + ROW * n_layers,
-        width=150 + COLUMN * len(positions),
-        margin={"l": 70, "r": 90, "t": 70, "b": 70},
+        160 + ROW * n_layers,
+        width=190 + COLUMN * len(positions),
+        margin={"l": 70, "r": 120, "t": 70, "b": 70},
         clickmode="event+select",
         dragmode=False,
     )

@@ -37,7 +37,7 @@ PALETTES: dict[str, Palette] = {
         quiet="#646B75",
         line="#DEDAD0",
         accent="#0B6377",
-        series=("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A6D00"),
+        series=("#0072B2", "#D55E00", "#009E73", "#B65F93", "#8A6D00"),
     ),
     "dark": Palette(
         page="#15181D",

@@ -85,8 +85,9 @@ def check_map(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Non
     canonical = canonical_map(tokenizer)
     size, digest = int(canonical.max()) + 1, map_sha256(canonical)
     if digest != config.engram_map_sha256:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise TokenizerMismatchError(
-            f"The tokenizer {getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__} yields the canonical map "
-            f"{digest[:12]} ({size} ids), but the memory was trained with the map {config.engram_map_sha256[:12]} "
-            f"({config.engram_compressed_vocab_size} ids): use the tokenizer saved with the checkpoint."
+            f"The tokenizer {name} yields the canonical map {digest[:12]} ({size} ids), but the memory was trained "
+            f"with the map {config.engram_map_sha256[:12]} ({config.engram_compressed_vocab_size} ids): use the "
+            "tokenizer saved with the checkpoint."
         )

@@ -197,7 +197,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(fresh, ignore_errors=True)
         raise CheckpointError(
-            f"Could not write {folder} ({error}): what was saved before is intact; free space and run again with --resume."
+            f"Could not write {folder} ({error}): what was saved before is intact; free space, then use --resume."
         ) from None
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 import streamlit as st
 
 from lab import export, figures, labels, runner, texts
@@ -15,6 +16,13 @@ from probes.logit_lens import LensConfig
 
 WINDOW = 64  # positions of the map at once
 OWN = "your own"
+# What the map's colours can show, in the words of the URL.
+MEASURES: dict[str, figures.Measure] = {
+    "KL": "kl",
+    "entropy": "entropy",
+    "target probability": "target_prob",
+    "target rank": "target_rank",
+}
 FORMULA = r"""
 $$\mathrm{KL}(p_\text{final} \,\|\, p_\text{layer}) = \sum_{v} p_\text{final}(v)\,
 \ln\frac{p_\text{final}(v)}{p_\text{layer}(v)}\ \text{nats},
@@ -55,6 +63,12 @@ def use_example() -> None:
     for example in texts.examples():
         if example["title"] == st.session_state["example"]:
             st.session_state["prompt"] = example["prompt"]
+            look_at_the_end()
+
+
+def look_at_the_end() -> None:
+    """For another prompt, inspect its last position again and show the map from its start."""
+    st.session_state.update({"pos": -1, "from": 0})
 
 
 def one_prompt() -> None:
@@ -71,8 +85,8 @@ def one_prompt() -> None:
             "Target token",
             key="target",
             bind="query-params",
-            help="May be left empty. A text that is one token; most words begin with a space. Its rank and probability are then "
-            "followed through the layers.",
+            help="May be left empty. A text that is one token; most words begin with a space. Its rank and "
+            "probability are then followed through the layers.",
         )
         top_k = b.number_input(
             "Top tokens", 1, 20, 5, key="top", bind="query-params", help="How many are listed for a cell."
@@ -80,7 +94,7 @@ def one_prompt() -> None:
     with left:
         prompt = st.text_area(
             "Prompt", examples[0]["prompt"], height=124, key="prompt", bind="query-params",
-            help="Ctrl+Enter runs it, and so does leaving the box.",
+            on_change=look_at_the_end, help="Ctrl+Enter runs it, and so does leaving the box.",
         )  # fmt: skip
     why = next((example["why"] for example in examples if example["prompt"] == prompt), None)
     if why:
@@ -102,10 +116,10 @@ def one_prompt() -> None:
     curves = figures.lens_curves(report, mode, memory)
     st.plotly_chart(curves, theme=None, key="curves")
     how(report)
-    layer, pos = the_map(report, opened)
+    layer, pos, shown = the_map(report, opened)
     cell(report, opened, layer, pos)
     st.plotly_chart(figures.settle_histogram(report, mode), theme=None, key="settle")
-    exports(report, {"curves": curves})
+    exports(report, {"curves": curves, "map": shown})
 
 
 def tokenizations(opened: list[Handle], prompt: str) -> list[tuple[list[labels.Token], list[Handle]]]:
@@ -143,18 +157,19 @@ def keep_within(key: str, options: list[Any]) -> None:
         st.session_state[key] = options[-1]
 
 
-def the_map(report: Report, opened: list[Handle]) -> tuple[int, int]:
-    """The layer x position map with its controls; returns the chosen cell (layer, position of its model)."""
+def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
+    """The layer x position map with its controls; returns the chosen cell (layer, position) and the figure."""
     st.subheader("Layer by layer, position by position")
     names = [lens.name for lens in report.result.models]
     has_target = report.result.models[0].target_id is not None
-    measures = [m for m in figures.MEASURES if has_target or not m.startswith("target")]
-    controls = st.columns([2, 2, 2, 1, 2])
-    keep_within("measure", measures)
-    measure = controls[0].selectbox(
-        "Colour", measures, format_func=lambda m: figures.MEASURES[m][0], key="measure", bind="query-params",
+    offered = [word for word, measure in MEASURES.items() if has_target or not measure.startswith("target")]
+    controls = st.columns([2, 2, 1, 1, 1])
+    keep_within("colour", offered)
+    word = controls[0].selectbox(
+        "Colour", offered, key="colour", bind="query-params",
         help=None if has_target else "With a target token there are also its rank and its probability.",
     )  # fmt: skip
+    measure = MEASURES[word]
     keep_within("of", names)
     shown = controls[1].selectbox("Model shown", names, key="of", bind="query-params")
     index = names.index(shown)
@@ -163,18 +178,16 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int]:
     starts = list(range(0, len(tokens), WINDOW))
     keep_within("from", starts)
     start = controls[2].selectbox(
-        "Positions", starts, format_func=lambda s: f"{s} to {min(s + WINDOW, len(tokens)) - 1}",
-        key="from", bind="query-params", disabled=len(starts) == 1,
+        "From position", starts, key="from", bind="query-params", disabled=len(starts) == 1,
+        help=f"The map shows {WINDOW} positions at a time.",
     )  # fmt: skip
     layers = list(lens.layer_names)
     keep_within("layer", layers)
     layer = controls[3].selectbox("Layer", layers, len(layers) - 1, key="layer", bind="query-params")
     places = list(range(len(tokens)))
     keep_within("pos", places)
-    pos = controls[4].selectbox(
-        "Position", places, len(places) - 1, key="pos", bind="query-params",
-        format_func=lambda p: f"{p}  {tokens[p].label}",
-    )  # fmt: skip
+    last = places[-1]
+    pos = controls[4].number_input("Position", 0, last, last, key="pos", bind="query-params")
     top = max(float(getattr(m, measure).max()) for m in report.result.models)
     figure = figures.lens_map(
         report,
@@ -197,7 +210,7 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int]:
             config={"displayModeBar": False},
         )
     st.caption("Click a cell to inspect it below.")
-    return layers.index(layer), pos
+    return layers.index(layer), pos, figure
 
 
 def cell(report: Report, opened: list[Handle], layer: int, pos: int) -> None:
@@ -244,7 +257,7 @@ def cell(report: Report, opened: list[Handle], layer: int, pos: int) -> None:
                 hide_index=True,
                 column_config={
                     "probability": st.column_config.ProgressColumn(
-                        format="%.4f", min_value=0.0, max_value=1.0, color="auto"
+                        format="%.4f", min_value=0.0, max_value=1.0, color="primary"
                     )
                 },
                 key=f"cell_{index}",

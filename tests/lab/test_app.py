@@ -115,12 +115,12 @@ def command(at: AppTest) -> str:
 REQUESTS: list[tuple[str, str, Any, Callable[[AppTest], Any]]] = [
     ("text_area", "prompt", "the the the", lambda at: (command(at), curve(at).tolist())),
     ("selectbox", "example", texts.examples()[3]["title"], lambda at: (command(at), curve(at).tolist())),
-    ("text_input", "target", " the", lambda at: (command(at), len(at.selectbox(key="measure").options))),
+    ("text_input", "target", " the", lambda at: (command(at), len(at.selectbox(key="colour").options))),
     ("number_input", "top", 3, lambda at: (command(at), len(at.get_by_key("cell_0").value))),
-    ("selectbox", "measure", "entropy", lambda at: numbers(chart(at, "map")["data"][0]["z"]).tolist()),
+    ("selectbox", "colour", "entropy", lambda at: numbers(chart(at, "map")["data"][0]["z"]).tolist()),
     ("selectbox", "of", "dense-mini", lambda at: numbers(chart(at, "map")["data"][0]["z"]).tolist()),
     ("selectbox", "layer", "0", lambda at: at.get_by_key("cell_0").value.values.tolist()),
-    ("selectbox", "pos", 1, lambda at: at.get_by_key("cell_0").value.values.tolist()),
+    ("number_input", "pos", 1, lambda at: at.get_by_key("cell_0").value.values.tolist()),
     ("selectbox", "model", "dense-mini", lambda at: sorted(t["name"] for t in chart(at, "curves")["data"])),
     ("selectbox", "against", runner.NOTHING, lambda at: len(chart(at, "curves")["data"])),
 ]
@@ -249,25 +249,25 @@ def test_unchanged_request_runs_no_model(lens: AppTest, monkeypatch: pytest.Monk
 
 def test_the_request_survives_a_change_of_page(lens: AppTest) -> None:
     change(lens, "text_area", "prompt", "the the the")
-    change(lens, "selectbox", "measure", "entropy")
+    change(lens, "selectbox", "colour", "entropy")
     lens.switch_page(START).run()
     at = clean(lens.switch_page(LENS).run())
     assert at.text_area(key="prompt").value == "the the the"
-    assert at.selectbox(key="measure").value == "entropy"
+    assert at.selectbox(key="colour").value == "entropy"
 
 
 def test_a_link_reopens_the_request() -> None:
     at = AppTest.from_file(str(APP), default_timeout=200)
     at.query_params.update({"prompt": "the <mill> & $5", "target": " the", "top": "3", "against": runner.NOTHING})
-    at.query_params.update({"measure": "target_rank", "pos": "2", "layer": "1"})
+    at.query_params.update({"colour": "target rank", "pos": "2", "layer": "1"})
     at.run()
     at = clean(at.switch_page(LENS).run())
     config = LensConfig(("engram-mini",), ("the <mill> & $5",), " the", 3)
     from lab.export import command_line
 
     assert command(at) == command_line(config)
-    assert at.selectbox(key="measure").value == "target_rank"
-    assert (at.selectbox(key="pos").value, at.selectbox(key="layer").value) == (2, "1")
+    assert at.selectbox(key="colour").value == "target rank"
+    assert (at.number_input(key="pos").value, at.selectbox(key="layer").value) == (2, "1")
 
 
 def test_cancelled_runs_only_when_asked_again(lens: AppTest) -> None:
