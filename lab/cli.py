@@ -34,13 +34,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    """All commands; `args.run` is what to call."""
+    """All commands; `args.call` is what to run."""
     parser = Parser(prog="engram-lab", description="An interpretability lab for models with an Engram memory.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
 
     def command(name: str, text: str, run: Callable[[argparse.Namespace], int], group: Any = commands) -> Parser:
         made: Parser = group.add_parser(name, help=text, description=text)
-        made.set_defaults(run=run)
+        made.set_defaults(call=run)
         return made
 
     app = command("app", "start the app and print its address", run_app)
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         args = build_parser().parse_args(argv)
-        code: int = args.run(args)
+        code: int = args.call(args)
         return code
     except BadUsageError as error:
         sentence = str(error)

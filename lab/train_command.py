@@ -95,10 +95,12 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
     from tqdm import tqdm
+    from transformers.utils import logging
 
     from models.data import prepare
     from models.train import TrainConfig, Trainer
 
+    logging.disable_progress_bar()  # one for every file saved would break up that of the run
     if args.threads:
         torch.set_num_threads(args.threads)
 

@@ -16,6 +16,7 @@ from probes.logit_lens import LensConfig
 
 WINDOW = 64  # positions of the map at once
 OWN = "your own"
+MANY = 10**9
 # What the map's colours can show, in the words of the URL.
 MEASURES: dict[str, figures.Measure] = {
     "KL": "kl",
@@ -163,31 +164,31 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
     names = [lens.name for lens in report.result.models]
     has_target = report.result.models[0].target_id is not None
     offered = [word for word, measure in MEASURES.items() if has_target or not measure.startswith("target")]
-    controls = st.columns([2, 2, 1, 1, 1])
+    controls = st.container(horizontal=True)  # wraps where the window is narrow
     keep_within("colour", offered)
-    word = controls[0].selectbox(
-        "Colour", offered, key="colour", bind="query-params",
+    word = controls.selectbox(
+        "Colour", offered, key="colour", bind="query-params", width=190,
         help=None if has_target else "With a target token there are also its rank and its probability.",
     )  # fmt: skip
     measure = MEASURES[word]
     keep_within("of", names)
-    shown = controls[1].selectbox("Model shown", names, key="of", bind="query-params")
+    shown = controls.selectbox("Model shown", names, key="of", bind="query-params", width=230)
     index = names.index(shown)
     lens = report.result.models[index]
     tokens = figures.prompt_tokens(report, index)
     starts = list(range(0, len(tokens), WINDOW))
     keep_within("from", starts)
-    start = controls[2].selectbox(
-        "From position", starts, key="from", bind="query-params", disabled=len(starts) == 1,
+    start = controls.selectbox(
+        "From position", starts, key="from", bind="query-params", disabled=len(starts) == 1, width=150,
         help=f"The map shows {WINDOW} positions at a time.",
     )  # fmt: skip
     layers = list(lens.layer_names)
     keep_within("layer", layers)
-    layer = controls[3].selectbox("Layer", layers, len(layers) - 1, key="layer", bind="query-params")
+    layer = controls.selectbox("Layer", layers, len(layers) - 1, key="layer", bind="query-params", width=110)
     places = list(range(len(tokens)))
     keep_within("pos", places)
     last = places[-1]
-    pos = controls[4].number_input("Position", 0, last, last, key="pos", bind="query-params")
+    pos = controls.number_input("Position", 0, last, last, key="pos", bind="query-params", width=150)
     top = max(float(getattr(m, measure).max()) for m in report.result.models)
     figure = figures.lens_map(
         report,
@@ -230,20 +231,14 @@ def cell(report: Report, opened: list[Handle], layer: int, pos: int) -> None:
                 f"**{labels.markdown(lens.name)}**, layer {lens.layer_names[depth]}, position {at} "
                 f"({labels.markdown(token.label)}, id {token.id})"
             )
-            numbers = st.columns(3)
-            numbers[0].metric("KL to the final", f"{lens.kl[depth][at]:.3f}", help="nats")
-            numbers[1].metric("Entropy", f"{lens.entropy[depth][at]:.3f}", help="nats")
+            line = f"KL to the final **{lens.kl[depth][at]:.4f}** nats, entropy **{lens.entropy[depth][at]:.4f}** nats"
+            line += f"; settles at layer **{lens.layer_names[int(lens.settle_depth[at])]}**"
             if lens.target_id is not None:
-                numbers[2].metric(
-                    f"Target rank (id {lens.target_id})",
-                    f"{int(lens.target_rank[depth][at])}",
-                    f"p {lens.target_prob[depth][at]:.4f}",
-                    delta_color="off",
-                    delta_arrow="off",
-                    help="0 is the top.",
+                line += (
+                    f"; the target (id {lens.target_id}) has rank **{int(lens.target_rank[depth][at])}**, "
+                    f"probability **{lens.target_prob[depth][at]:.4f}**"
                 )
-            else:
-                numbers[2].metric("Settles at layer", lens.layer_names[int(lens.settle_depth[at])])
+            st.markdown(line)
             name_of = namer(handle)
             ids, probabilities = lens.top_ids[depth][at], lens.top_probs[depth][at]
             st.dataframe(
@@ -282,14 +277,19 @@ def how(report: Report) -> None:
         st.caption(labels.markdown(f"seed {protocol['seed']}; {versions}"))
 
 
+def take_all_texts() -> None:
+    """For another file, use all of it; what is too many is cut down to what there is."""
+    st.session_state["texts"] = MANY
+
+
 def text_set() -> None:
     """Means with confidence bands over many texts: does one model settle earlier than the other?"""
     left, right = st.columns([3, 2])
     with left:
         file = st.file_uploader(
             "Your own texts (UTF-8, one on each line); without a file, the sentences that we wrote",
-            type=None,
             key="file",
+            on_change=take_all_texts,
         )
     lines = texts.held_out() if file is None else texts.lines_of(file.getvalue(), file.name)
     with right:

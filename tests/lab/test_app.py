@@ -158,7 +158,7 @@ def text_set(at: AppTest, lines: str = "The river runs\npast the old mill\n\nand
 
 def test_a_text_set(lens: AppTest, pair: list[Handle]) -> None:
     at = clean(text_set(lens))
-    lines = ("The river runs", "past the old mill")
+    lines = ("The river runs", "past the old mill", "and into the sea")
     config = LensConfig(("engram-mini", "dense-mini"), lines, detail=False)
     report = logit_lens.run(pair, config)
     assert np.allclose(curve(at), report.result.models[0].mean_kl, atol=1e-5)
@@ -166,7 +166,7 @@ def test_a_text_set(lens: AppTest, pair: list[Handle]) -> None:
     assert np.allclose(numbers(difference["y"]), report.result.difference.mean_kl, atol=1e-5)
     assert at.get_by_key("summary").value.to_dict("records") == figures.summary(report)
     band = chart(at, "curves")["data"][0]["y"]
-    for key, value in (("texts", 3), ("seed", 1), ("bootstrap", 200)):
+    for key, value in (("texts", 2), ("seed", 1), ("bootstrap", 200)):
         change(at, "number_input", key, value)
         now = chart(at, "curves")["data"][0]["y"]
         assert now != band, f"{key} changes nothing"
