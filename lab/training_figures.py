@@ -57,7 +57,7 @@ def lens_over_training(name: str, card: Card, mode: Mode = "light") -> go.Figure
     figure = titled(
         mode,
         f"The lens curve while training: {labels.plotly(name)}",
-        f"mean over held-out positions, from the first point (dark) to {most:.1f} M tokens (bright)",
+        f"mean over held-out positions; dark: early, bright: after {most:.1f} M tokens",
         340,
         showlegend=False,
     )

@@ -255,7 +255,6 @@ def cell(report: Report, opened: list[Handle], layer: int, pos: int) -> None:
                         format="%.4f", min_value=0.0, max_value=1.0, color="primary"
                     )
                 },
-                key=f"cell_{index}",
             )
 
 
@@ -272,7 +271,7 @@ def how(report: Report) -> None:
     with st.expander("How this is computed, and with what"):
         st.markdown(FORMULA)
         protocol = report.protocol.to_dict()
-        st.dataframe(pd.DataFrame(protocol["models"]), hide_index=True, key="protocol_models")
+        st.dataframe(pd.DataFrame(protocol["models"]), hide_index=True)
         versions = ", ".join(f"{name} {version}" for name, version in protocol["versions"].items())
         st.caption(labels.markdown(f"seed {protocol['seed']}; {versions}"))
 
@@ -320,7 +319,7 @@ def text_set() -> None:
     if difference is not None and difference.mean_kl is not None:
         drawn["difference"] = figures.difference_curve(report, mode)
         st.plotly_chart(drawn["difference"], theme=None, key="difference")
-    st.dataframe(figures.summary(report), hide_index=True, key="summary")
+    st.dataframe(figures.summary(report), hide_index=True)
     st.plotly_chart(figures.settle_histogram(report, mode), theme=None, key="settle")
     exports(report, drawn)
 

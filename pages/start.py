@@ -96,8 +96,10 @@ else:
         st.caption(labels.markdown(f"Text: {cards[first]['data']}"))
     st.subheader("How the memory learned")
     mode = runner.mode()
-    left, right = st.columns(2)
     finished = {name: training[name] for name in cards if not name.endswith("-early")}
-    left.plotly_chart(training_figures.loss_over_training(finished, mode), theme=None, key="loss")
-    right.plotly_chart(training_figures.lens_over_training(first, training[first], mode), theme=None, key="kl")
+    with st.container(horizontal=True):  # side by side where there is room
+        loss = training_figures.loss_over_training(finished, mode)
+        st.plotly_chart(loss, theme=None, width=470, key="loss")
+        curves = training_figures.lens_over_training(first, training[first], mode)
+        st.plotly_chart(curves, theme=None, width=470, key="kl")
     st.plotly_chart(training_figures.gates_over_training(first, training[first], mode), theme=None, key="gates")

@@ -64,12 +64,14 @@ def lens_statistics(
         target_rank = torch.zeros(n_layers, n_pos, dtype=torch.int64, device=device)
         top_ids = torch.zeros(n_layers, n_pos, max(top_k, 1), dtype=torch.int64, device=device)
         top_probs = torch.zeros(n_layers, n_pos, max(top_k, 1), device=device)
+        p = torch.empty(0, device=device)
         for start in range(0, n_pos, size):
             at = slice(start, min(start + size, n_pos))
             # As one matrix: of a strided slice torch would make a product for each layer.
             rows = unembed(states[:, at].flatten(0, 1))
             logits = rows.float().unflatten(0, (n_layers, -1))  # [layer, pos, vocab]
-            p = torch.empty_like(logits)
+            if p.shape != logits.shape:  # else the last chunk's is written over, still in the cache
+                p = torch.empty_like(logits)
             if target_id is not None:
                 # Ones and zeros in float32, whose sums are exact: the fastest count there is on a CPU.
                 target_rank[:, at] = torch.gt(logits, logits[..., target_id, None], out=p).sum(dim=-1).long()
@@ -85,6 +87,7 @@ def lens_statistics(
             if target_id is not None:
                 target_prob[:, at] = p[..., target_id]
             entropy[:, at] = log_z - torch.mul(p, logits, out=logits).sum(dim=-1)
+            del rows, logits  # so that the next chunk can have their memory
             if progress is not None:
                 progress(at.stop / n_pos, "logit lens")
         argmax = top_ids[..., 0].clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,24 @@ def test_csv_of_a_set_counts_positions_in_each_text(set_report: Report) -> None:
     assert text.replace("·", " ") == set_report.config.prompts[1]
 
 
+def words(line: str) -> list[str]:
+    """The arguments that a shell makes of a command line for engram-lab."""
+    shown = subprocess.run(
+        ["sh", "-c", f"engram_lab() {{ printf '%s\\0' \"$@\"; }}; {line.replace('engram-lab', 'engram_lab', 1)}"],
+        capture_output=True,
+        check=True,
+    )
+    return shown.stdout.decode().split("\0")[:-1]
+
+
 def parsed(line: str) -> Any:
-    words = shlex.split(line.replace("\\\n", ""))
-    assert words[0] == "engram-lab"
-    return build_parser().parse_args(words[1:])
+    return build_parser().parse_args(words(line))
 
 
 @pytest.mark.parametrize("target", [None, " the", "-t"])
 def test_command_line_parses_to_the_request(target: str | None) -> None:
     config = LensConfig(("a model", "b"), (NASTY, "two"), target, top_k=7, seed=3, bootstrap=9)
-    # A newline in the prompt is inside quotes, where the shell keeps a backslash and a newline apart.
-    args = build_parser().parse_args(shlex.split(export.command_line(config))[1:])
+    args = parsed(export.command_line(config))
     assert (args.model, args.against, tuple(args.prompt)) == ("a model", "b", config.prompts)
     assert (args.target, args.top_k, args.seed, args.bootstrap) == (target, 7, 3, 9)
 
@@ -81,7 +88,7 @@ def run_python(program: str) -> Report:
 def test_command_and_program_give_the_same_report(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models = (str(shipped / "engram-mini"), str(shipped / "dense-mini"))
     config = LensConfig(models, (NASTY,), " the", top_k=3)
-    assert main(shlex.split(export.command_line(config))[1:]) == 0
+    assert main(words(export.command_line(config))) == 0
     printed = capsys.readouterr().out
     report = run_python(export.python(config))
     assert report.config == config
@@ -95,7 +102,7 @@ def test_the_same_for_a_set(
     texts = ("The river runs", "past the old mill")
     Path("texts.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
     config = LensConfig((str(shipped / "dense-mini"),), texts, seed=5, bootstrap=20, detail=False)
-    assert main(shlex.split(export.command_line(config))[1:]) == 0
+    assert main(words(export.command_line(config))) == 0
     printed = json.loads(capsys.readouterr().out)
     report = run_python(export.python(config))
     assert report.config == config and printed == json.loads(report.to_json())
