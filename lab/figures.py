@@ -129,7 +129,27 @@ def lens_curves(report: Report, mode: Mode = "light", memory: Memory | None = No
         )  # fmt: skip
     _layer_axis(figure, max((lens.layer_names for lens in models), key=len))
     figure.update_yaxes(title_text="KL(final ‖ layer), nats", rangemode="tozero")
+    _fit_to_blocks(figure)
     return figure
+
+
+def _fit_to_blocks(figure: go.Figure) -> None:
+    """Where embed is far off all blocks, end the axis at the blocks and say what embed has."""
+    lines = [trace for trace in figure.data if trace.mode == "lines+markers"]
+    blocks = [0.0]
+    for trace in figure.data:
+        # A band runs along its upper edge first, and back along the lower one, to embed at the end.
+        blocks += list(trace.y)[1 : -1 if trace.fill else None]
+    low, high = min(blocks), max(blocks)
+    if all(2 * low <= trace.y[0] <= 2 * high for trace in lines):
+        return
+    room = 0.08 * (high - low)
+    figure.update_yaxes(range=[low - room if low < 0 else 0, high + room], rangemode="normal")
+    values = "<br>".join(f"{trace.y[0]:.3g} nats" for trace in lines)
+    figure.add_annotation(
+        x=0, y=1, yref="y domain", xanchor="left", yanchor="top", xshift=14, showarrow=False, align="left",
+        text=f"embed, off this scale:<br>{values}",
+    )  # fmt: skip
 
 
 def prompt_tokens(report: Report, index: int, prompt: int = 0) -> list[labels.Token]:
@@ -141,16 +161,21 @@ def prompt_tokens(report: Report, index: int, prompt: int = 0) -> list[labels.To
     return labels.tokens_of(report.config.prompts[prompt], ids.tolist(), start.tolist(), end.tolist(), texts)
 
 
-def _colours(what: str, values: np.ndarray, top: float | None) -> tuple[np.ndarray, dict[str, Any]]:
-    """(values to colour, options of the heat map): ranks on a log scale, probabilities from 0 to 1."""
+def _colours(report: Report, what: Measure, values: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    """(values to colour, options of the heat map), the same scale for both models.
+
+    Ranks are on a log scale, probabilities from 0 to 1. The scale of nats ends at the largest value that a block
+    has at a counted position: those of embed, ten times as large, would leave no difference between blocks.
+    """
+    if what == "target_prob":
+        return values, {"zmin": 0, "zmax": 1, "colorbar": {}}
     if what == "target_rank":
-        most = float(np.max(values, initial=9))
+        most = max(9.0, *(float(lens.target_rank.max()) for lens in report.result.models))
         marks = [r for r in (0, 1, 10, 100, 1000, 10_000, 100_000) if r <= most]
         ticks = {"tickvals": [float(np.log10(1 + r)) for r in marks], "ticktext": [f"{r:,}" for r in marks]}
         return np.log10(1 + values), {"zmin": 0, "zmax": float(np.log10(1 + most)), "colorbar": ticks}
-    if what == "target_prob":
-        return values, {"zmin": 0, "zmax": 1, "colorbar": {}}
-    return values, {"zmin": 0, "zmax": top or float(np.max(values, initial=1e-6)), "colorbar": {}}
+    top = max(float(getattr(lens, what)[1:, lens.counted].max(initial=1e-3)) for lens in report.result.models)
+    return values, {"zmin": 0, "zmax": top, "colorbar": {}}
 
 
 def lens_map(
@@ -161,20 +186,18 @@ def lens_map(
     what: Measure = "kl",
     window: tuple[int, int] | None = None,
     selected: tuple[int, int] | None = None,
-    top: float | None = None,
 ) -> go.Figure:
     """Layer x position map of model `index` for the first prompt, the layer's top token in each cell.
 
     `name_of` gives a token's label from its id; `window` the positions shown, [first, last); `selected` a cell
-    (layer, pos) to frame; `top` the upper end of the colours, so that two models can share them. The figure is
-    COLUMN pixels wide for each position: it is meant to scroll.
+    (layer, pos) to frame. The figure is COLUMN pixels wide for each position: it is meant to scroll.
     """
     lens = report.result.models[index]
     tokens = prompt_tokens(report, index)
     first, last = window or (0, len(tokens))
     positions = range(first, min(last, len(tokens)))
     values = getattr(lens, what).astype(float)[:, : len(tokens)]
-    coloured, options = _colours(what, values, top)
+    coloured, options = _colours(report, what, values)
     shown = coloured[:, first:last]
     n_layers = len(lens.layer_names)
     best, probability = lens.top_ids, lens.top_probs
@@ -190,11 +213,13 @@ def lens_map(
         for n in range(n_layers)
         for p in positions
     ]
-    settled = f"; cells hold the layer's top token. Positions {first} to {positions[-1]} of {len(tokens)}"
+    note = f"; cells hold the layer's top token. Positions {first} to {positions[-1]} of {len(tokens)}"
+    if what in ("kl", "entropy") and shown.max() > options["zmax"]:
+        note += f". Brightest: {options['zmax']:.3g} and more"
     figure = titled(
         mode,
         f"{title} at each layer and position: {labels.plotly(lens.name)}",
-        f"colour: {unit}{settled}",
+        f"colour: {unit}{note}",
         160 + ROW * n_layers,
         width=190 + COLUMN * len(positions),
         margin={"l": 70, "r": 120, "t": 70, "b": 70},
@@ -311,6 +336,7 @@ def difference_curve(report: Report, mode: Mode = "light") -> go.Figure:
     figure.add_hline(y=0, line={"color": PALETTES[mode].quiet, "width": 1, "dash": "dot"})
     _layer_axis(figure, names)
     figure.update_yaxes(title_text="difference of mean KL, nats")
+    _fit_to_blocks(figure)
     return figure
 
 
@@ -329,7 +355,8 @@ def summary(report: Report) -> list[dict[str, str]]:
         )
     difference = report.result.difference
     if difference is not None:
-        pairs = len(report.result.aligned.pos_a)
+        (a, b), at = report.result.models, report.result.aligned
+        pairs = int((a.counted[at.pos_a] & b.counted[at.pos_b]).sum())
         rows.append(
             {
                 "": "difference (paired)",

@@ -6,8 +6,6 @@ import json
 from functools import cache
 from pathlib import Path
 
-from models.errors import DataError
-
 TEXTS = Path(__file__).resolve().parent.parent / "assets" / "texts"
 HELD_OUT = "held_out.txt"
 ONE, SET = "one prompt", "text set"  # the modes of the lens page, as they stand in the URL
@@ -28,6 +26,8 @@ def held_out() -> tuple[str, ...]:
 
 def lines_of(raw: bytes, name: str) -> tuple[str, ...]:
     """The texts of a file, one a line, blank lines left out; DataError if it is not UTF-8 or holds none."""
+    from models.errors import DataError  # brings torch with it, which the command line's --help need not wait for
+
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -139,7 +139,8 @@ def css(mode: Mode) -> str:
     """The style sheet of the app's own HTML, and the little that Streamlit's options do not reach."""
     palette = PALETTES[mode]
     return f"""<style>
-.chips {{ display: flex; flex-wrap: wrap; gap: 3px; font-family: {MONO}; font-size: 13px; }}
+.chips {{ display: flex; flex-wrap: wrap; gap: 3px; font-family: {MONO}; font-size: 13px;
+  max-height: 168px; overflow-y: auto; }}
 .chip {{ background: {palette.panel}; border: 1px solid {palette.line}; border-radius: 4px; padding: 1px 5px;
   white-space: pre; cursor: default; color: {palette.ink}; }}
 .chip sub {{ color: {palette.quiet}; font-size: 9px; margin-left: 4px; vertical-align: baseline; }}

@@ -189,7 +189,6 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
     keep_within("pos", places)
     last = places[-1]
     pos = controls.number_input("Position", 0, last, last, key="pos", bind="query-params", width=150)
-    top = max(float(getattr(m, measure).max()) for m in report.result.models)
     figure = figures.lens_map(
         report,
         index,
@@ -198,7 +197,6 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
         measure,
         (start, start + WINDOW),
         (layers.index(layer), pos),
-        top,
     )
     with st.container(key="map_scroll"):
         st.plotly_chart(

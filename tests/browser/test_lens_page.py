@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -30,7 +32,7 @@ READ = """title => {
   const found = [...document.querySelectorAll('.js-plotly-plot')].find(
     plot => plot.layout && plot.layout.title && plot.layout.title.text.includes(title));
   if (!found) return null;
-  return found.data.map(trace => ({
+  return found._fullData.map(trace => ({
     name: trace.name, mode: trace.mode, type: trace.type,
     y: Array.from(trace.y || []), x: Array.from(trace.x || []),
     z: trace.z ? Array.from(trace.z, row => Array.from(row)) : null,
@@ -69,6 +71,15 @@ def drawn(page: Page, title: str) -> list[dict[str, Any]]:
     return traces
 
 
+def redrawn(page: Page, title: str, before: str) -> list[dict[str, Any]]:
+    """The traces once they are no longer those of before; the script may have ended a moment earlier."""
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while json.dumps(traces := drawn(page, title)) == before:
+        assert time.monotonic() < deadline, f"the figure with {title!r} stayed as it was"
+        page.wait_for_timeout(100)
+    return traces
+
+
 def type_prompt(page: Page, prompt: str) -> None:
     box = page.get_by_label("Prompt", exact=True)
     box.fill(prompt)
@@ -77,22 +88,20 @@ def type_prompt(page: Page, prompt: str) -> None:
 
 def test_typed_prompt_draws_the_probes_curve(page: Page, address: str, report: Report) -> None:
     page.goto(f"{address}/lens", wait_until="commit")
-    drawn(page, CURVES)
+    before = [json.dumps(drawn(page, title)) for title in (CURVES, MAP)]
     type_prompt(page, PROMPT)
-    tokens = len(report.result.models[0].token_ids)
-    page.wait_for_function("n => document.querySelectorAll('.chip').length === n", arg=tokens)
+    curves, cells = (redrawn(page, title, old) for title, old in zip((CURVES, MAP), before, strict=True))
     settled(page)
-    lines = {t["name"]: t for t in drawn(page, CURVES) if "markers" in (t["mode"] or "")}
+    lines = {t["name"]: t for t in curves if "markers" in (t["mode"] or "")}
     assert len(lines) == 2
     for lens in report.result.models:
         (line,) = [t for name, t in lines.items() if name.startswith(lens.name)]
         assert np.allclose(line["y"], lens.mean_kl, atol=1e-4)
         assert line["y"][-1] == 0, "the last layer is the final one"
-    cells = drawn(page, MAP)[0]
-    assert np.allclose(cells["z"], report.result.models[0].kl, atol=1e-4)
+    assert np.allclose(cells[0]["z"], report.result.models[0].kl, atol=1e-4)
     # The text of the prompt is shown as it is: as chips, and under the map.
-    chips = "".join(re.sub(r"\d+$", "", chip) for chip in page.locator(".chip:not(.special)").all_inner_texts())
-    assert chips.replace("·", " ") == PROMPT
+    chips = page.locator(".chip:not(.special)").evaluate_all("chips => chips.map(c => c.firstChild.textContent)")
+    assert "".join(chips).replace("·", " ") == PROMPT
     assert parse_qs(urlparse(page.url).query)["prompt"] == [PROMPT]
 
 
@@ -133,6 +142,8 @@ def test_dark_and_narrow(page: Page, address: str, scheme: Any, width: int) -> N
     red, green, blue = (int(PALETTES[scheme].page[n : n + 2], 16) for n in (1, 3, 5))
     assert colours == [f"rgb({red}, {green}, {blue})"] * 2, "page and figures have the colour of the mode"
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "only the map scrolls sideways"
+    inner, outer = page.locator(".st-key-map_scroll").evaluate("box => [box.scrollWidth, box.clientWidth]")
+    assert inner > outer if width == 800 else inner >= outer
 
 
 def test_start_page_opens_the_lens(page: Page, address: str) -> None:

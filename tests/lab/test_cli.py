@@ -19,12 +19,13 @@ from probes.base import Report
 from probes.logit_lens import LensConfig, run
 from tests.models import tiny
 
+ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tiny checkpoints, one and two, and one whose tokenizer changes the text, in a folder."""
+    """Two tiny checkpoints, one and two."""
     base = tmp_path_factory.mktemp("checkpoints")
     for seed, name in enumerate(("one", "two")):
         tiny.make("llama", seed=seed).save_pretrained(base / name)
@@ -203,14 +204,24 @@ def test_progress_shows_only_on_a_terminal(capsys: Capture, monkeypatch: pytest.
     assert " 25%  one: prompt 1 of 4" in err and err.endswith("\r\x1b[K"), "the line is wiped in the end"
 
 
+def test_asking_for_help_does_not_wait_for_torch() -> None:
+    program = (
+        "import sys, lab.cli\n"
+        "try: lab.cli.main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'transformers', 'streamlit', 'plotly', 'pandas'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "probe" in done.stdout
+
+
 def test_as_a_program(folder: Path, tmp_path: Path) -> None:
     """In a terminal of another encoding, from another folder, with a prompt that is not ASCII."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONIOENCODING": "ascii"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "lab", "probe", "lens", "--model", str(folder / "one"), "--json", "-"]
     done = subprocess.run([*command, "--prompt", "東京"], cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == 0 and done.stderr == b"", done.stderr.decode()
     assert json.loads(done.stdout.decode("utf-8"))["config"]["prompts"] == ["東京"]
     done = subprocess.run([*command, "--prompt", ""], cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == 2 and done.stdout == b"" and done.stderr.count(b"\n") == 1, done.stderr.decode()
-    done = subprocess.run([*command[:3], "--help"], cwd=tmp_path, env=environment, capture_output=True)
-    assert done.returncode == 0 and b"probe" in done.stdout

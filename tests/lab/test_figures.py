@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import time
@@ -46,6 +47,23 @@ def test_curves_are_the_means_and_the_band_is_the_percentiles(report: Report) ->
     symbols = drawn["engram-mini"].marker.symbol
     assert [symbol == "diamond" for symbol in symbols] == [False, False, True, False], "block 1 has the memory"
     assert "diamond" not in drawn["dense-mini"].marker.symbol
+
+
+def test_a_huge_embed_does_not_flatten_the_blocks(report: Report) -> None:
+    models = []
+    for lens in report.result.models:
+        raised = {name: getattr(lens, name).copy() for name in ("mean_kl", "kl_p10", "kl_p90")}
+        for values in raised.values():
+            values[0] += 40
+        models.append(dataclasses.replace(lens, **raised))
+    changed = dataclasses.replace(report, result=dataclasses.replace(report.result, models=tuple(models)))
+    figure = figures.lens_curves(changed)
+    highest = max(lens.kl_p90[1:].max() for lens in models)
+    assert highest < figure.layout.yaxis.range[1] < 1.2 * highest
+    said = figure.layout.annotations[0].text
+    assert all(f"{lens.mean_kl[0]:.3g} nats" in said for lens in models)
+    assert lines(figure)["engram-mini"].y[0] == models[0].mean_kl[0], "the line itself is not cut"
+    assert not figures.lens_curves(report).layout.annotations
 
 
 def test_curves_of_a_set_have_the_interval_of_the_mean(set_report: Report) -> None:
