@@ -37,9 +37,7 @@ FIELDS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command; model and optimizer options default to the recipe of the shipped models."""
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the run; data is prepared in OUT/data once"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run; data is prepared in OUT/data once")
     parser.add_argument(
         "--text",
         type=Path,
@@ -48,15 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="UTF-8 text, .xz or .gz; a blank line ends a document",
     )
     parser.add_argument("--dataset", help="name (or NAME:CONFIG) of a dataset with a column `text`")
-    parser.add_argument(
-        "--tokenizer", help="folder or hub id of a tokenizer; otherwise a BPE is trained on the text"
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, default=8192, help="size of the trained BPE (default %(default)s)"
-    )
-    parser.add_argument(
-        "--max-characters", type=int, default=4000, help="cut documents there (default %(default)s)"
-    )
+    parser.add_argument("--tokenizer", help="folder or hub id of a tokenizer; otherwise a BPE is trained on the text")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="size of the trained BPE (default %(default)s)")
+    parser.add_argument("--max-characters", type=int, default=4000, help="cut documents there (default %(default)s)")
     parser.add_argument("--twin", action="store_true", help="train the dense twin: same batches, no memory")
     parser.add_argument("--resume", action="store_true", help="go on from the run's checkpoint")
     parser.add_argument("--threads", type=int, help="CPU threads")

@@ -69,9 +69,7 @@ def dataset_documents(name: str) -> Iterator[str]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise DataError(
-            "Reading a dataset by name needs the package `datasets`: pip install datasets."
-        ) from None
+        raise DataError("Reading a dataset by name needs the package `datasets`: pip install datasets.") from None
     base, _, config = name.partition(":")
     try:
         for row in load_dataset(base, config or None, split="train", streaming=True):
@@ -135,17 +133,13 @@ def prepare(
     if tokenizer:
         bpe = AutoTokenizer.from_pretrained(tokenizer)
         if bpe.bos_token_id is None:
-            raise DataError(
-                f"The tokenizer {tokenizer} has no start token, which has to lead every document."
-            )
+            raise DataError(f"The tokenizer {tokenizer} has no start token, which has to lead every document.")
     else:
         progress("training the tokenizer")
         # Every k-th document, so that a corpus in alphabetical or page order is sampled evenly.
         n_documents = sum(1 for _ in documents(texts, dataset, max_characters))
         stride = max(1, n_documents // tokenizer_documents)
-        bpe = train_tokenizer(
-            itertools.islice(documents(texts, dataset, max_characters), 0, None, stride), vocab_size
-        )
+        bpe = train_tokenizer(itertools.islice(documents(texts, dataset, max_characters), 0, None, stride), vocab_size)
     bpe.save_pretrained(out / "tokenizer")
     start = bpe.bos_token_id
     dtype = np.dtype("<u2" if len(bpe) <= 2**16 else "<u4")

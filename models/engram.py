@@ -60,9 +60,7 @@ class EngramConfig(LlamaConfig):
             raise ValueError(f"engram_gate is {self.engram_gate!r}; it must be one of {', '.join(GATES)}.")
         bad = [i for i in self.engram_layer_ids if not 0 <= i < self.num_hidden_layers]
         if bad:
-            raise ValueError(
-                f"engram_layer_ids {bad} are not among the blocks 0..{self.num_hidden_layers - 1}."
-            )
+            raise ValueError(f"engram_layer_ids {bad} are not among the blocks 0..{self.num_hidden_layers - 1}.")
         derived = [sum(sum(row) for row in layer) for layer in self.engram_primes()]
         given = self.engram_num_embeddings
         if given is not None and list(given) != derived:
@@ -73,9 +71,7 @@ class EngramConfig(LlamaConfig):
         """Head sizes [layer][order][head]."""
         sizes = self.engram_vocab_size
         sizes = rows_per_order(sizes if isinstance(sizes, int) else list(sizes), self.engram_max_ngram_size)
-        return table_primes(
-            self.engram_layer_ids or [], self.engram_max_ngram_size, self.engram_n_heads, sizes
-        )
+        return table_primes(self.engram_layer_ids or [], self.engram_max_ngram_size, self.engram_n_heads, sizes)
 
     def set_tokenizer(self, tokenizer: Any) -> np.ndarray:
         """Take the canonical map of `tokenizer` into the configuration; returns it, [raw id] int64."""
@@ -152,17 +148,13 @@ class EngramMemory(nn.Module):
         self.gate = nn.Identity()
         self.written = nn.Identity()
 
-    def forward(
-        self, residual: Tensor, lookback: Tensor, reach: Tensor, state: DynamicLayer | None
-    ) -> Tensor:
+    def forward(self, residual: Tensor, lookback: Tensor, reach: Tensor, state: DynamicLayer | None) -> Tensor:
         """residual [batch, pos, d_model], lookback [batch, pos, back], reach [batch, pos] -> residual with memory."""
         rows = self.hash(lookback)
         read = self.table(rows.to(self.table.weight.device))  # [batch, pos, order*head, head_dim]
         e = read.flatten(-2).to(residual.device, residual.dtype, non_blocking=True)
         key, value = self.key_norm(self.key(e)), self.value(e)
-        score = (key.float() * self.query_norm(residual).float()).sum(-1, keepdim=True) / math.sqrt(
-            key.shape[-1]
-        )
+        score = (key.float() * self.query_norm(residual).float()).sum(-1, keepdim=True) / math.sqrt(key.shape[-1])
         gate = self.gate(gate_value(score, self.gate_variant).to(value.dtype))  # [batch, pos, branch=1]
         gated = gate * value
         normed = self.conv_norm(gated)
@@ -186,9 +178,7 @@ class EngramDecoderLayer(LlamaDecoderLayer):
         """As LlamaDecoderLayer; `engram` holds lookback, reach and the cache of this forward."""
         if self.memory is not None:
             if engram is None:
-                raise ValueError(
-                    "A memory layer runs only inside EngramModel, which gives it the token history."
-                )
+                raise ValueError("A memory layer runs only inside EngramModel, which gives it the token history.")
             state = engram["states"][1 + self.memory.index] if engram["states"] else None
             hidden_states = self.memory(hidden_states, engram["lookback"], engram["reach"], state)
         return super().forward(hidden_states, **kwargs)
@@ -303,9 +293,7 @@ class EngramModel(_EngramInit, LlamaModel):
         ids = nn.functional.pad(ids, (n - 1, 0))  # what it brings in lies outside every reach
         pad = self.canonical_ids[self.config.engram_pad_token_id]
         back = torch.arange(n, device=ids.device)
-        shifted = torch.stack(
-            [ids[:, ids.shape[1] - length - j : ids.shape[1] - j] for j in range(n)], dim=-1
-        )
+        shifted = torch.stack([ids[:, ids.shape[1] - length - j : ids.shape[1] - j] for j in range(n)], dim=-1)
         return torch.where(reach.unsqueeze(-1) >= back, shifted, pad), reach
 
     def forward(
@@ -322,9 +310,7 @@ class EngramModel(_EngramInit, LlamaModel):
         past_key_values = kwargs.pop("past_key_values", None)
         cache = past_key_values if cache is None else cache
         if input_ids is None:
-            raise ValueError(
-                "An Engram model needs input_ids: its memory is addressed by token ids, not embeddings."
-            )
+            raise ValueError("An Engram model needs input_ids: its memory is addressed by token ids, not embeddings.")
         if use_cache is None:
             use_cache = self.config.use_cache
         if use_cache and cache is None:

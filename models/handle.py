@@ -169,9 +169,7 @@ class Handle:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise PromptError(
-                f"The prompt is not valid text at character {error.start}: give it as UTF-8."
-            ) from error
+            raise PromptError(f"The prompt is not valid text at character {error.start}: give it as UTF-8.") from error
         ids = tuple(self.tokenizer(text, truncation=False, verbose=False)["input_ids"])
         if not ids or not self._bare(text):
             raise PromptError(f"The tokenizer of {self.name} makes no token of this prompt: type some text.")
@@ -210,17 +208,13 @@ class Handle:
 
     def _bare(self, text: str) -> list[int]:
         """The ids of `text` without those that the tokenizer puts around it."""
-        return list(
-            self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
-        )
+        return list(self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"])
 
     def unembed(self, residual: Tensor) -> Tensor:
         """Logits [..., vocab] of residuals [..., d_model]: norm, head, soft cap; only inside running()."""
         return self.layout.unembed(self.model, residual)
 
-    def residuals(
-        self, ids: Tensor | Sequence[Sequence[int]], attention_mask: Tensor | None = None
-    ) -> Residuals:
+    def residuals(self, ids: Tensor | Sequence[Sequence[int]], attention_mask: Tensor | None = None) -> Residuals:
         """One traced forward of ids [batch, pos]; torch.equal to the bare one.
 
         With `attention_mask` [batch, pos] (0 at padding) positions count the real tokens, as in generate().

@@ -53,9 +53,7 @@ def rows_per_order(engram_vocab_size: int | Sequence[int], max_ngram: int) -> li
     return list(engram_vocab_size)
 
 
-def table_primes(
-    layer_ids: Sequence[int], max_ngram: int, heads: int, sizes: Sequence[int]
-) -> list[list[list[int]]]:
+def table_primes(layer_ids: Sequence[int], max_ngram: int, heads: int, sizes: Sequence[int]) -> list[list[list[int]]]:
     """Head sizes [layer][order][head]: ever the next prime that no head of any layer has yet."""
     seen: set[int] = set()
     primes = []

@@ -64,9 +64,7 @@ def find_layout(model: PreTrainedModel) -> Layout:
     """The layout of `model`; CheckpointError says which part is missing and where it was looked for."""
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     found = {part: next((path for path in paths if path in names), None) for part, paths in PARTS.items()}
-    missing = [
-        f"{part} (looked for {', '.join(PARTS[part])})" for part, path in found.items() if path is None
-    ]
+    missing = [f"{part} (looked for {', '.join(PARTS[part])})" for part, path in found.items() if path is None]
     if missing:
         raise CheckpointError(
             f"{type(model).__name__} cannot be shown layer by layer, because this lab does not find its "

@@ -135,18 +135,14 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
             return folder
     nowhere = f'"{name}" is neither a shipped model, nor a local folder, nor in the local Hugging Face cache'
     if constants.HF_HUB_OFFLINE:
-        raise UnknownModelError(
-            f"{nowhere}, and the hub is switched off (HF_HUB_OFFLINE); {_shipped_sentence()}"
-        )
+        raise UnknownModelError(f"{nowhere}, and the hub is switched off (HF_HUB_OFFLINE); {_shipped_sentence()}")
     try:
         # Asked first by itself, because a download has no limit on how long it waits for an answer.
         HfApi().model_info(name, timeout=HUB_TIMEOUT)
         patterns = [*_HUB_FILES, "*.py"] if trust_remote_code else _HUB_FILES
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_HUB_SKIP))
     except GatedRepoError as error:
-        raise UnknownModelError(
-            f'"{name}" is gated on the hub: accept its terms there and log in.'
-        ) from error
+        raise UnknownModelError(f'"{name}" is gated on the hub: accept its terms there and log in.') from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UnknownModelError(f"{nowhere}, nor on the hub; {_shipped_sentence()}") from error
     except Exception as error:  # every kind of network failure, whose classes differ between versions
@@ -166,9 +162,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         raise LabError(f'"{device}" is not a device: use cpu, cuda, cuda:1 or mps.') from error
     if chosen.type == "cuda":
         if (chosen.index or 0) >= torch.cuda.device_count():
-            raise LabError(
-                f'This machine has no device "{chosen}": it has {torch.cuda.device_count()} CUDA GPUs.'
-            )
+            raise LabError(f'This machine has no device "{chosen}": it has {torch.cuda.device_count()} CUDA GPUs.')
     elif chosen.type == "mps":
         if not torch.backends.mps.is_available():
             raise LabError('This machine has no device "mps": use cpu.')
@@ -177,9 +171,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def choose_dtype(
-    dtype: str | torch.dtype | None, device: torch.device, stored: torch.dtype | None
-) -> torch.dtype:
+def choose_dtype(dtype: str | torch.dtype | None, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
     """The dtype asked for; else float32, but bfloat16 on CUDA for a checkpoint stored in 16 bits."""
     if dtype is None:
         half = stored in (torch.bfloat16, torch.float16)
@@ -190,9 +182,7 @@ def choose_dtype(
     return chosen
 
 
-def load(
-    path: Path, device: torch.device, dtype: str | torch.dtype | None, trust_remote_code: bool
-) -> Loaded:
+def load(path: Path, device: torch.device, dtype: str | torch.dtype | None, trust_remote_code: bool) -> Loaded:
     """Read the checkpoint at `path` (see resolve) onto `device`, in eval mode; else CheckpointError."""
     with _quiet():
         if path.is_file():
@@ -230,9 +220,7 @@ def _load_folder(
     try:
         if remote or method is not None:
             weightfiles.hash_tensors(entries, digest)
-            model, info = _from_pretrained(
-                folder, trust_remote_code=trust_remote_code, use_safetensors=True, **options
-            )
+            model, info = _from_pretrained(folder, trust_remote_code=trust_remote_code, use_safetensors=True, **options)
         else:
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
             model_class = model_class[0] if isinstance(model_class, tuple) else model_class
@@ -277,18 +265,12 @@ def _build_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) ->
                 f'{folder} is of the type "{kind}" and brings its own code, which runs only if asked for: '
                 "trust_remote_code=True."
             )
-        raise CheckpointError(
-            f'{folder} is of the type "{kind}", an architecture that this lab does not know.'
-        )
+        raise CheckpointError(f'{folder} is of the type "{kind}", an architecture that this lab does not know.')
     try:
-        config = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # a bad value anywhere in the configuration
         raise CheckpointError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in raw.get(
-        "auto_map", {}
-    ):
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in raw.get("auto_map", {}):
         raise CheckpointError(f'{folder} is of the type "{kind}", which is not a causal language model.')
     return config
 
@@ -303,9 +285,7 @@ def _check_complete(path: Path, info: Any) -> None:
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(f"{path} lacks {len(missing)} of the model's tensors, {missing[0]} for one.")
     # A block's own weight that the architecture has no place for means another architecture.
-    unused = sorted(
-        k for k in info["unexpected_keys"] if k.endswith(".weight") and (".layers." in k or ".h." in k)
-    )
+    unused = sorted(k for k in info["unexpected_keys"] if k.endswith(".weight") and (".layers." in k or ".h." in k))
     if unused:
         raise CheckpointError(
             f"{path} holds {len(unused)} weights that config.json has no place for, {unused[0]} for one."
@@ -327,9 +307,7 @@ def _load_gguf(file: Path, device: torch.device, dtype: str | torch.dtype | None
             raise CheckpointError(f"{file} is not a GGUF file: it does not begin with GGUF.")
     chosen = choose_dtype(dtype, device, torch.float32)
     try:
-        model, info = _from_pretrained(
-            file.parent, gguf_file=file.name, dtype=chosen, output_loading_info=True
-        )
+        model, info = _from_pretrained(file.parent, gguf_file=file.name, dtype=chosen, output_loading_info=True)
     except ImportError as error:
         raise CheckpointError(f"{file} is a GGUF file, and reading one needs the package gguf.") from error
     except Exception as error:  # from the reader: anything

@@ -60,16 +60,12 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._added = tokenizer.added_tokens_decoder
         self._size = len(tokenizer)
-        self._special = set(tokenizer.all_special_ids) | {
-            i for i, token in self._added.items() if token.special
-        }
+        self._special = set(tokenizer.all_special_ids) | {i for i, token in self._added.items() if token.special}
         self._known: dict[int, bytes] = {}
         # Whether a space is put before the text that the text does not have.
         self.adds_space = (
             any(item.get("type") == "Strip" and item.get("start") for item in decoders)
-            or any(
-                item.get("type") == "Metaspace" and item.get("prepend_scheme") != "never" for item in decoders
-            )
+            or any(item.get("type") == "Metaspace" and item.get("prepend_scheme") != "never" for item in decoders)
             or any(item.get("add_prefix_space") for item in _components(backend.pre_tokenizer))
         )
 

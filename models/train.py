@@ -69,9 +69,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for length in (self.context, self.short_context):
             if length < 1 or self.batch_tokens % length:
-                raise DataError(
-                    f"The batch of {self.batch_tokens} tokens is no multiple of the context of {length}."
-                )
+                raise DataError(f"The batch of {self.batch_tokens} tokens is no multiple of the context of {length}.")
         if self.tokens < self.batch_tokens:
             raise DataError(f"{self.tokens} tokens are less than one batch of {self.batch_tokens}.")
         if self.d_model % self.n_attention_heads:
@@ -146,9 +144,7 @@ def parameter_groups(
 
 
 @torch.inference_mode()
-def held_out_loss(
-    model: PreTrainedModel, stream: PackedStream, length: int, sequences: int
-) -> tuple[float, int]:
+def held_out_loss(model: PreTrainedModel, stream: PackedStream, length: int, sequences: int) -> tuple[float, int]:
     """(mean loss in nats, tokens) over the first sequences of a split, each of `length` tokens."""
     model.eval()
     total, count = 0.0, 0
@@ -204,9 +200,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 def save_half(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """The weights as a Hugging Face folder in bf16, the form that ships."""
     with replaced_folder(folder) as fresh:
-        state = {
-            k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in model.state_dict().items()
-        }
+        state = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in model.state_dict().items()}
         tied = model.config.tie_word_embeddings
         model.save_pretrained(
             fresh, state_dict={k: v for k, v in state.items() if not (tied and k == "lm_head.weight")}
@@ -267,9 +261,7 @@ class Trainer:
                     self.save()
                     last_save = time.monotonic()
         except OSError as error:
-            raise CheckpointError(
-                f"Could not write into {self.out} ({error}): free space, then --resume."
-            ) from None
+            raise CheckpointError(f"Could not write into {self.out} ({error}): free space, then --resume.") from None
         self.record_point()
         self.save()
         return self.finish()
@@ -285,9 +277,7 @@ class Trainer:
         )
         self.model.train()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=fast_bf16(self.device)):
-            hidden = self.model.model(
-                input_ids=ids, position_ids=positions, use_cache=False
-            ).last_hidden_state
+            hidden = self.model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         loss = LinearCrossEntropy.apply(
             hidden.flatten(0, 1), self.model.lm_head.weight.to(hidden.dtype), labels.flatten()
         )
@@ -357,9 +347,7 @@ class Trainer:
             weights = load_file(folder / "model.safetensors")
             state = load_file(folder / "optimizer.safetensors")
         except (OSError, ValueError, SafetensorError) as error:
-            raise CheckpointError(
-                f"There is no whole checkpoint to resume in {self.out} ({error})."
-            ) from None
+            raise CheckpointError(f"There is no whole checkpoint to resume in {self.out} ({error}).") from None
         if progress["config"] != json.loads(json.dumps(asdict(self.config))):
             raise CheckpointError(f"The checkpoint in {self.out} has other settings: use another --out.")
         self.model.load_state_dict(weights, strict=False)

@@ -65,9 +65,7 @@ def weight_files(folder: Path) -> list[Path]:
         files = [folder / Path(name).name for name in names]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise CheckpointError(
-                f"{folder} lacks the weight file {missing[0]} that its index names: copy it too."
-            )
+            raise CheckpointError(f"{folder} lacks the weight file {missing[0]} that its index names: copy it too.")
         return files
     pickles = sorted(file.name for kind in ("bin", "pt", "pth", "ckpt") for file in folder.glob(f"*.{kind}"))
     if pickles:
@@ -84,9 +82,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, 100 << 20):
-            raise CheckpointError(
-                f"{file} is not a safetensors file, or cut off in its header: copy it again."
-            )
+            raise CheckpointError(f"{file} is not a safetensors file, or cut off in its header: copy it again.")
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)

@@ -85,9 +85,7 @@ class Record:
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        return all(
-            _same(getattr(self, item.name), getattr(other, item.name)) for item in dataclasses.fields(self)
-        )
+        return all(_same(getattr(self, item.name), getattr(other, item.name)) for item in dataclasses.fields(self))
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.to_dict(), sort_keys=True))
@@ -165,11 +163,7 @@ def _same(a: Any, b: Any) -> bool:
 def arrays_of(kind: type[Record]) -> dict[str, Array]:
     """The array fields of a record and what they hold."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    return {
-        name: hint.__metadata__[0]
-        for name, hint in hints.items()
-        if typing.get_origin(hint) is typing.Annotated
-    }
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if typing.get_origin(hint) is typing.Annotated}
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,14 +190,10 @@ class Protocol(Record):
     versions: dict[str, str]
 
     @classmethod
-    def of(
-        cls, handles: Sequence[Handle], prompt_ids: Sequence[Sequence[Sequence[int]]], seed: int
-    ) -> Protocol:
+    def of(cls, handles: Sequence[Handle], prompt_ids: Sequence[Sequence[Sequence[int]]], seed: int) -> Protocol:
         """The protocol of a run of these models on these prompts, ids [model][prompt][pos]."""
         models = tuple(
-            ModelProtocol(
-                h.name, h.fingerprint, str(h.device), str(h.dtype).removeprefix("torch."), h.n_layers
-            )
+            ModelProtocol(h.name, h.fingerprint, str(h.device), str(h.dtype).removeprefix("torch."), h.n_layers)
             for h in handles
         )
         ids = tuple(tuple(tuple(prompt) for prompt in prompts) for prompts in prompt_ids)
@@ -239,9 +229,7 @@ class Report(Record):
     def from_dict(cls, stored: Any) -> Self:
         """The report of any probe of the lab; DataError for anything else."""
         if not isinstance(stored, dict) or set(stored) != {"probe", "config", "protocol", "result"}:
-            raise DataError(
-                "This is no report of the lab: it needs the keys probe, config, protocol, result."
-            )
+            raise DataError("This is no report of the lab: it needs the keys probe, config, protocol, result.")
         if stored["probe"] not in PROBES:
             raise DataError(f'This version of the lab has no probe "{stored["probe"]}".')
         module = importlib.import_module(PROBES[stored["probe"]])

@@ -304,9 +304,7 @@ def _model_lens(
         **_scalars("mean_settle_depth", _mean(settle_depth, counted, index, weights)),
         top_ids=top_ids if detail else None,
         top_probs=joined("top_probs", 1) if detail else None,
-        token_names=dict(zip(used, map(text, handle.pieces(used, whole=False)), strict=True))
-        if detail
-        else None,
+        token_names=dict(zip(used, map(text, handle.pieces(used, whole=False)), strict=True)) if detail else None,
         target_id=target_id,
         target_rank=None if target_id is None else joined("target_rank", 1),
         target_prob=None if target_id is None else joined("target_prob", 1),

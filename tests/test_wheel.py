@@ -79,9 +79,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
 
 
 def test_wheel_is_what_runs(environment: Path, tmp_path: Path) -> None:
-    program = (
-        f"import {', '.join(PACKAGES)}\nfor name in {PACKAGES}: print(list(globals()[name].__path__)[0])"
-    )
+    program = f"import {', '.join(PACKAGES)}\nfor name in {PACKAGES}: print(list(globals()[name].__path__)[0])"
     paths = run(environment, tmp_path, "python", "-c", program).splitlines()
     assert len(paths) == len(PACKAGES)
     assert all(Path(path).is_relative_to(environment) for path in paths), paths

@@ -59,9 +59,7 @@ def record(model: EngramForCausalLM, part: str, call: Any) -> list[Tensor]:
     """What `part` of each memory gave during `call`, in the order of the layers."""
     found: list[Tensor] = []
     hooks = [
-        getattr(model.model.layers[i].memory, part).register_forward_hook(
-            lambda *a: found.append(a[2].clone())
-        )
+        getattr(model.model.layers[i].memory, part).register_forward_hook(lambda *a: found.append(a[2].clone()))
         for i in LAYERS
     ]
     try:

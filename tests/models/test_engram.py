@@ -168,9 +168,7 @@ def test_a_padded_prompt_in_chunks(model: EngramForCausalLM) -> None:
     cache = DynamicCache(config=model.config)
     # The first two chunks are padding alone, and the text starts with the third.
     ends = [0, 6, 7, 8, 9, 20, 30]
-    parts = [
-        cached(model, ids[:, a:b], cache, attention_mask=mask[:, :b]) for a, b in itertools.pairwise(ends)
-    ]
+    parts = [cached(model, ids[:, a:b], cache, attention_mask=mask[:, :b]) for a, b in itertools.pairwise(ends)]
     torch.testing.assert_close(torch.cat(parts, dim=1)[:, 7:], logits(model, ids[:, 7:]), **CLOSE)
 
 
@@ -194,10 +192,7 @@ def test_a_document_that_starts_inside_a_cached_continuation(model: EngramForCau
     cache = DynamicCache(config=model.config)
 
     def run() -> Tensor:
-        parts = [
-            cached(model, ids[:, a:b], cache, position_ids=positions[:, a:b])
-            for a, b in ((0, cut), (cut, 37))
-        ]
+        parts = [cached(model, ids[:, a:b], cache, position_ids=positions[:, a:b]) for a, b in ((0, cut), (cut, 37))]
         return torch.cat(parts, dim=1)
 
     results: list[Tensor] = []
@@ -244,8 +239,7 @@ def test_the_batch_of_a_cache_can_be_chosen_from_and_repeated(model: EngramForCa
 def test_beam_search_reorders_the_history(model: EngramForCausalLM) -> None:
     ids = tokens(2, 9)
     beams = [
-        model.generate(ids, max_new_tokens=24, num_beams=4, do_sample=False, use_cache=use)
-        for use in (True, False)
+        model.generate(ids, max_new_tokens=24, num_beams=4, do_sample=False, use_cache=use) for use in (True, False)
     ]
     assert torch.equal(*beams)
     assert not torch.equal(beams[0], model.generate(ids, max_new_tokens=24, do_sample=False))

@@ -128,9 +128,7 @@ def test_a_model_whose_lens_would_be_wrong_is_refused(family: str, tokenizer: An
         return output
 
     hook = base.register_forward_hook(second_norm)
-    with pytest.raises(
-        CheckpointError, match=r"more to its last residual than .* and lm_head \(the logits dif"
-    ):
+    with pytest.raises(CheckpointError, match=r"more to its last residual than .* and lm_head \(the logits dif"):
         Handle(model, tokenizer, "second norm")
     hook.remove()
     Handle(model, tokenizer, "as it was")
@@ -199,9 +197,7 @@ def test_two_threads_on_two_handles_of_one_module(tokenizer: PreTrainedTokenizer
         try:
             for _ in range(50):
                 got = handles[n].residuals(inputs[n])
-                if not torch.equal(got.states, expected[n].states) or not torch.equal(
-                    got.logits, expected[n].logits
-                ):
+                if not torch.equal(got.states, expected[n].states) or not torch.equal(got.logits, expected[n].logits):
                     failures.append(n)
         except BaseException as error:
             failures.append(error)
@@ -227,9 +223,7 @@ def test_encode_gives_what_the_model_gets(tokenizer: PreTrainedTokenizerFast) ->
     lower = tiny.byte_level()
     lower.backend_tokenizer.normalizer = normalizers.Lowercase()
     lossy = Handle(tiny.make("llama"), lower, "lossy")
-    assert not lossy.lossless("Paris", lossy.encode("Paris")) and lossy.lossless(
-        "paris", lossy.encode("paris")
-    )
+    assert not lossy.lossless("Paris", lossy.encode("Paris")) and lossy.lossless("paris", lossy.encode("paris"))
 
 
 def test_bad_prompts(tokenizer: PreTrainedTokenizerFast) -> None:

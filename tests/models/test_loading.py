@@ -52,9 +52,7 @@ def into_cache(folder: Path, cache: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2", "gpt_neox", "gemma2", "qwen3"])
-def test_a_folder_gives_what_was_saved(
-    family: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_folder_gives_what_was_saved(family: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     model = tiny.make(family)
     model.save_pretrained(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
@@ -101,9 +99,7 @@ def test_shipped_cached_and_unknown_names(tmp_path: Path, checkpoint: Path) -> N
     prints = {open_model(name).fingerprint for name in ("tiny-mini", "someone/tiny", str(checkpoint))}
     assert len(prints) == 1
     for name in ("engram-typo", "someone/else", "someone/incomplete"):
-        with pytest.raises(
-            UnknownModelError, match=r"HF_HUB_OFFLINE\); shipped models: tiny-mini\."
-        ) as error:
+        with pytest.raises(UnknownModelError, match=r"HF_HUB_OFFLINE\); shipped models: tiny-mini\.") as error:
             open_model(name)
         assert f'"{name}" is neither' in str(error.value)
     for name in ("", "./nothing", str(tmp_path / "nothing"), "nothing.gguf"):
@@ -194,9 +190,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "sentence"), SPOILED, ids=[sentence[:24] for _, sentence in SPOILED])
-def test_a_spoiled_folder(
-    spoil: Callable[[Path], object], sentence: str, checkpoint: Path, capfd: Any
-) -> None:
+def test_a_spoiled_folder(spoil: Callable[[Path], object], sentence: str, checkpoint: Path, capfd: Any) -> None:
     spoil(checkpoint)
     with pytest.raises(CheckpointError, match=sentence) as error:
         open_model(str(checkpoint))
@@ -297,9 +291,7 @@ print((peak() - before) / weights, handle.dtype)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_is_little_more_than_the_weights(
-    checkpoint: Path, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_peak_memory_is_little_more_than_the_weights(checkpoint: Path, tokenizer: Any, tmp_path: Path) -> None:
     config = LlamaConfig(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=6)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "large")  # float32 in memory
     tokenizer.save_pretrained(tmp_path / "large")

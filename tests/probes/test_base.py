@@ -66,11 +66,7 @@ def test_every_kind_of_field_comes_back() -> None:
         sizes=(3, "z"),
     )
     plain = record.to_dict()
-    assert (
-        plain["values"][0] == [1.0, None]
-        and plain["score"] is None
-        and plain["names"] == {"7": "x", "10": "y"}
-    )
+    assert plain["values"][0] == [1.0, None] and plain["score"] is None and plain["names"] == {"7": "x", "10": "y"}
     back = through_json(record)
     assert back == record and hash(back) == hash(record)
     assert isinstance(back.inner[0], Inner) and back.names == {7: "x", 10: "y"}

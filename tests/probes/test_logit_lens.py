@@ -82,9 +82,7 @@ def test_every_figure_against_transformers(pair: list[Handle], report: Report, n
         np.testing.assert_allclose(lens.kl[:, at], (np.exp(final) * (final - log_p)).sum(-1), atol=2e-5)
         np.testing.assert_allclose(lens.entropy[:, at], -(p * log_p).sum(-1), atol=2e-5)
         order = np.argsort(-logits, axis=-1, kind="stable")
-        np.testing.assert_allclose(
-            lens.top_probs[:, at], np.take_along_axis(p, order[..., :4], -1), atol=1e-6
-        )
+        np.testing.assert_allclose(lens.top_probs[:, at], np.take_along_axis(p, order[..., :4], -1), atol=1e-6)
         # float32 rounds, so near ties may come in the other order; their probabilities are the same.
         taken = np.take_along_axis(p, lens.top_ids[:, at], -1)
         np.testing.assert_allclose(taken, lens.top_probs[:, at], atol=1e-6)
@@ -296,8 +294,7 @@ def test_two_tokenizers_are_matched_by_the_text() -> None:
     difference = result.difference
     assert difference.mean_kl is None and difference.loss is None and difference.settle_depth is None
     assert (
-        Report.from_dict(json.loads(run([a, b], config_of([a, b], texts)).to_json())).result.aligned
-        == result.aligned
+        Report.from_dict(json.loads(run([a, b], config_of([a, b], texts)).to_json())).result.aligned == result.aligned
     )
 
 
@@ -334,9 +331,7 @@ def test_a_tokenizer_that_changes_the_text_is_refused_only_in_comparisons() -> N
         run([plain, lower], config_of([plain, lower], ("the river", "The river")))
     assert run([lower], config_of([lower], ("The river",))).result.models[0].char_end[-1] == len("The river")
     same = run([plain, lower], config_of([plain, lower], ("the river",))).result
-    assert (
-        same.aligned.pos_a.tolist() == same.aligned.pos_b.tolist() == list(range(len(same.models[0].kl[0])))
-    )
+    assert same.aligned.pos_a.tolist() == same.aligned.pos_b.tolist() == list(range(len(same.models[0].kl[0])))
 
 
 @pytest.mark.parametrize(
