@@ -134,7 +134,7 @@ def lens_curves(report: Report, mode: Mode = "light", memory: Memory | None = No
 
 
 def _fit_to_blocks(figure: go.Figure) -> None:
-    """Where embed is far off all blocks, end the axis at the blocks and say what embed has."""
+    """Where embed is far off all blocks, end the axis at the blocks and say under it what embed has."""
     lines = [trace for trace in figure.data if trace.mode == "lines+markers"]
     blocks = [0.0]
     for trace in figure.data:
@@ -145,11 +145,9 @@ def _fit_to_blocks(figure: go.Figure) -> None:
         return
     room = 0.08 * (high - low)
     figure.update_yaxes(range=[low - room if low < 0 else 0, high + room], rangemode="normal")
-    values = "<br>".join(f"{trace.y[0]:.3g} nats" for trace in lines)
-    figure.add_annotation(
-        x=0, y=1, yref="y domain", xanchor="left", yanchor="top", xshift=14, showarrow=False, align="left",
-        text=f"embed, off this scale:<br>{values}",
-    )  # fmt: skip
+    away = "<br>".join(f"{'↑' if trace.y[0] > 0 else '↓'} {trace.y[0]:.3g}" for trace in lines)
+    names = list(figure.layout.xaxis.ticktext)
+    figure.update_xaxes(ticktext=[f"{names[0]}<br>{away}", *names[1:]])
 
 
 def prompt_tokens(report: Report, index: int, prompt: int = 0) -> list[labels.Token]:

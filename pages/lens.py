@@ -24,16 +24,18 @@ MEASURES: dict[str, figures.Measure] = {
     "target probability": "target_prob",
     "target rank": "target_rank",
 }
-FORMULA = r"""
-$$\mathrm{KL}(p_\text{final} \,\|\, p_\text{layer}) = \sum_{v} p_\text{final}(v)\,
-\ln\frac{p_\text{final}(v)}{p_\text{layer}(v)}\ \text{nats},
-\qquad p_\text{layer} = \mathrm{softmax}\big(W_U\,\mathrm{norm}(h_\text{layer})\big)$$
-
+FORMULA = (
+    r"\mathrm{KL}(p_\text{final} \,\|\, p_\text{layer}) = \sum_{v} p_\text{final}(v)\,"
+    r"\ln\frac{p_\text{final}(v)}{p_\text{layer}(v)}\ \text{nats},"
+    r"\qquad p_\text{layer} = \mathrm{softmax}\big(W_U\,\mathrm{norm}(h_\text{layer})\big)"
+)
+MEANING = r"""
 $h_\text{layer}$ is the residual stream after the block (`embed`: before block 0), read through the model's own final
 norm and output matrix $W_U$, in float32. The last layer is the model's own prediction, so its KL is exactly 0.
 **Entropy** is that of $p_\text{layer}$. **Settle depth** is the first layer from which on the top token stays the
 final one, counted from embed = 0. **Rank** counts the tokens with a larger logit, so 0 is the top. Means are over all
-positions but a leading special token, which stands for no text.
+positions but a leading special token, which stands for no text. 95 % intervals are percentiles of a bootstrap over
+texts, drawn whole; for a difference in pairs.
 """
 
 
@@ -152,10 +154,10 @@ def clicked(layer_names: tuple[str, ...]) -> None:
         st.session_state["layer"] = layer_names[int(points[0]["y"])]
 
 
-def keep_within(key: str, options: list[Any]) -> None:
-    """Forget a choice that the present request does not offer any more."""
+def keep_within(key: str, options: list[Any], otherwise: Any) -> None:
+    """Replace a choice that the present request does not offer any more."""
     if key in st.session_state and st.session_state[key] not in options:
-        st.session_state[key] = options[-1]
+        st.session_state[key] = otherwise
 
 
 def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
@@ -165,28 +167,28 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
     has_target = report.result.models[0].target_id is not None
     offered = [word for word, measure in MEASURES.items() if has_target or not measure.startswith("target")]
     controls = st.container(horizontal=True)  # wraps where the window is narrow
-    keep_within("colour", offered)
+    keep_within("colour", offered, offered[0])
     word = controls.selectbox(
         "Colour", offered, key="colour", bind="query-params", width=190,
         help=None if has_target else "With a target token there are also its rank and its probability.",
     )  # fmt: skip
     measure = MEASURES[word]
-    keep_within("of", names)
+    keep_within("of", names, names[0])
     shown = controls.selectbox("Model shown", names, key="of", bind="query-params", width=230)
     index = names.index(shown)
     lens = report.result.models[index]
     tokens = figures.prompt_tokens(report, index)
     starts = list(range(0, len(tokens), WINDOW))
-    keep_within("from", starts)
+    keep_within("from", starts, 0)
     start = controls.selectbox(
         "From position", starts, key="from", bind="query-params", disabled=len(starts) == 1, width=150,
         help=f"The map shows {WINDOW} positions at a time.",
     )  # fmt: skip
     layers = list(lens.layer_names)
-    keep_within("layer", layers)
+    keep_within("layer", layers, layers[-1])
     layer = controls.selectbox("Layer", layers, len(layers) - 1, key="layer", bind="query-params", width=110)
     places = list(range(len(tokens)))
-    keep_within("pos", places)
+    keep_within("pos", places, places[-1])
     last = places[-1]
     pos = controls.number_input("Position", 0, last, last, key="pos", bind="query-params", width=150)
     figure = figures.lens_map(
@@ -267,7 +269,8 @@ def aligned(report: Report, index: int, pos: int) -> int | None:
 def how(report: Report) -> None:
     """The formula and the protocol, folded away under the chart."""
     with st.expander("How this is computed, and with what"):
-        st.markdown(FORMULA)
+        st.latex(FORMULA)
+        st.markdown(MEANING)
         protocol = report.protocol.to_dict()
         st.dataframe(pd.DataFrame(protocol["models"]), hide_index=True)
         versions = ", ".join(f"{name} {version}" for name, version in protocol["versions"].items())

@@ -60,10 +60,9 @@ def test_a_huge_embed_does_not_flatten_the_blocks(report: Report) -> None:
     figure = figures.lens_curves(changed)
     highest = max(lens.kl_p90[1:].max() for lens in models)
     assert highest < figure.layout.yaxis.range[1] < 1.2 * highest
-    said = figure.layout.annotations[0].text
-    assert all(f"{lens.mean_kl[0]:.3g} nats" in said for lens in models)
+    assert figure.layout.xaxis.ticktext[0] == "<br>".join(["embed", *(f"↑ {lens.mean_kl[0]:.3g}" for lens in models)])
     assert lines(figure)["engram-mini"].y[0] == models[0].mean_kl[0], "the line itself is not cut"
-    assert not figures.lens_curves(report).layout.annotations
+    assert figures.lens_curves(report).layout.xaxis.ticktext[0] == "embed"
 
 
 def test_curves_of_a_set_have_the_interval_of_the_mean(set_report: Report) -> None:
