@@ -75,7 +75,12 @@ def lens_over_training(name: str, card: Card, mode: Mode = "light") -> go.Figure
             name=f"{_tokens(point):.2f} M",
         )
     if points:
-        names = points[-1]["layer_names"]
+        names = list(points[-1]["layer_names"])
+        blocks = max(max(point["mean_kl"][1:]) for point in points)
+        embed = [point["mean_kl"][0] for point in points]
+        if max(embed) > 2 * blocks:  # else nothing would be seen of the blocks
+            figure.update_yaxes(range=[0, 1.08 * blocks])
+            names[0] += f"<br>↑ {min(embed):.3g} to {max(embed):.3g}"
         figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names)
     figure.update_xaxes(title_text=LAYER_AXIS)
     figure.update_yaxes(title_text="KL(final ‖ layer), nats", rangemode="tozero")

@@ -29,14 +29,11 @@ def show_card(name: str, facts: dict[str, Any], config: dict[str, Any]) -> None:
         )
         with st.container(horizontal=True):
             st.metric("Held-out loss", f"{facts['held_out_loss_nats']:.3f}", help="Nats a token.")
-            st.metric("Active", f"{parameters['active_per_token'] / 1e6:.2f} M", help="Parameters used for a token.")
-            st.metric(
-                "Tables",
-                f"{parameters['table'] / 1e6:.2f} M" if parameters["table"] else "none",
-                help="Parameters that are rows to look up.",
-            )
+            active = f"{parameters['active_per_token'] / 1e6:.2f} M"
+            st.metric("Active", active, help="Parameters used for a token.")
+        tables = f"{parameters['table'] / 1e6:.2f} M parameters in tables; " if parameters["table"] else ""
         st.caption(
-            f"{facts['tokens'] / 1e6:.2f} M training tokens, {facts['steps']:,} steps; "
+            f"{tables}{facts['tokens'] / 1e6:.2f} M training tokens, {facts['steps']:,} steps; "
             f"loss on {facts['held_out_tokens']:,} held-out tokens"
         )
 
