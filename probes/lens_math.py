@@ -19,7 +19,7 @@ from torch import Tensor
 # ten times as long for the maximum of one long row as for those of its blocks.
 BLOCK = 128
 # Rows of logits at once: enough for an efficient product, and on a CPU few enough to stay in its cache.
-ROWS_CPU, ROWS_ACCELERATOR = 128, 512
+ROWS_CPU, ROWS_ACCELERATOR = 256, 512
 
 
 @dataclass(frozen=True)
