@@ -18,8 +18,9 @@ from torch import Tensor
 # Maxima of so many vocabulary entries are kept: the best tokens are found without sorting, and a CPU takes
 # ten times as long for the maximum of one long row as for those of its blocks.
 BLOCK = 128
-# Rows of logits at once: enough for an efficient product, and on a CPU few enough to stay in its cache.
-ROWS_CPU, ROWS_ACCELERATOR = 256, 512
+# Rows of logits at once: enough for an efficient product.
+ROWS_CPU, ROWS_ACCELERATOR = 512, 512
+CACHED_VALUES = 1_500_000  # logits that a CPU's cache holds, with their probabilities
 
 
 @dataclass(frozen=True)
@@ -64,32 +65,38 @@ def lens_statistics(
         target_rank = torch.zeros(n_layers, n_pos, dtype=torch.int64, device=device)
         top_ids = torch.zeros(n_layers, n_pos, max(top_k, 1), dtype=torch.int64, device=device)
         top_probs = torch.zeros(n_layers, n_pos, max(top_k, 1), device=device)
-        p = torch.empty(0, device=device)
         for start in range(0, n_pos, size):
-            at = slice(start, min(start + size, n_pos))
-            # As one matrix: of a strided slice torch would make a product for each layer.
-            rows = unembed(states[:, at].flatten(0, 1))
-            logits = rows.float().unflatten(0, (n_layers, -1))  # [layer, pos, vocab]
-            if p.shape != logits.shape:  # else the last chunk's is written over, still in the cache
+            stop = min(start + size, n_pos)
+            # As one matrix, position by position, so that the rows of a few positions lie together.
+            rows = unembed(states[:, start:stop].transpose(0, 1).flatten(0, 1))
+            chunk = rows.float().unflatten(0, (-1, n_layers))  # [pos, layer, vocab]
+            inner = stop - start
+            if device.type == "cpu":  # the passes below read the same few rows, from the cache
+                inner = max(1, CACHED_VALUES // chunk[0].numel())
+            for first in range(start, stop, inner):
+                at = slice(first, min(first + inner, stop))
+                logits = chunk[first - start : at.stop - start]
                 p = torch.empty_like(logits)
-            if target_id is not None:
-                # Ones and zeros in float32, whose sums are exact: the fastest count there is on a CPU.
-                target_rank[:, at] = torch.gt(logits, logits[..., target_id, None], out=p).sum(dim=-1).long()
-            best, ids = _take_best(logits, max(top_k, 1))
-            # The dot products below cancel; without a common offset, of 100 in GPT-2, they lose less.
-            logits.sub_(best[..., :1])
-            torch.softmax(logits, dim=-1, out=p)
-            top_ids[:, at], top_probs[:, at] = ids, p.gather(-1, ids)
-            log_z = -top_probs[:, at, 0].log()  # the largest logit is 0 now
-            # A product for each position: as one batched product it takes ten times as long on a CPU.
-            crossed = torch.stack([logits[:, i] @ p[-1, i] for i in range(logits.shape[1])], dim=1)
-            kl[:, at] = (log_z - crossed) - (log_z[-1] - crossed[-1])
-            if target_id is not None:
-                target_prob[:, at] = p[..., target_id]
-            entropy[:, at] = log_z - torch.mul(p, logits, out=logits).sum(dim=-1)
-            del rows, logits  # so that the next chunk can have their memory
+                if target_id is not None:
+                    # Ones and zeros in float32, whose sums are exact: the fastest count there is on a CPU.
+                    larger = torch.gt(logits, logits[..., target_id, None], out=p)
+                    target_rank[:, at] = larger.sum(dim=-1).long().T
+                best, ids = _take_best(logits, max(top_k, 1))
+                # The dot products below cancel; without a common offset, of 100 in GPT-2, they lose less.
+                logits.sub_(best[..., :1])
+                torch.softmax(logits, dim=-1, out=p)
+                probs = p.gather(-1, ids)
+                top_ids[:, at], top_probs[:, at] = ids.transpose(0, 1), probs.transpose(0, 1)
+                log_z = -probs[..., 0].log()  # the largest logit is 0 now
+                # A product for each position: as one batched product it takes ten times as long on a CPU.
+                crossed = torch.stack([z @ q[-1] for z, q in zip(logits, p, strict=True)])
+                kl[:, at] = ((log_z - crossed) - (log_z[:, -1:] - crossed[:, -1:])).T
+                if target_id is not None:
+                    target_prob[:, at] = p[..., target_id].T
+                entropy[:, at] = (log_z - torch.mul(p, logits, out=logits).sum(dim=-1)).T
+            del rows, chunk, logits  # so that the next chunk can have their memory
             if progress is not None:
-                progress(at.stop / n_pos, "logit lens")
+                progress(stop / n_pos, "logit lens")
         argmax = top_ids[..., 0].clone()
         stays = (argmax == argmax[-1]).flip(0).cumprod(dim=0)  # from the end, 1 for as long as it agrees
         return LensStatistics(
