@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lab import card, ship, train_command
+from lab.fronts import FRONTS, arguments, front
 
 BAD_REQUEST, INTERRUPTED = 2, 130
 
@@ -52,11 +53,11 @@ def build_parser() -> Parser:
 
     probe = commands.add_parser("probe", help="run a probe without a browser")
     probes = probe.add_subparsers(title="probes", required=True, metavar="PROBE", parser_class=Parser)
-    lens = command("lens", "logit lens: what each layer would predict", run_lens, probes)
-    add_probe_arguments(lens)
-    lens.add_argument("--target", help="a text that is one token, whose rank and probability are reported")
-    lens.add_argument("--top-k", type=int, default=5, help="tokens listed for each cell (default %(default)s)")
-    lens.add_argument("--bootstrap", type=int, default=1000, help="resamples for the intervals (default %(default)s)")
+    for name in FRONTS:
+        made = command(name, front(name).HELP, run_probe, probes)
+        made.set_defaults(probe=name)
+        front(name).add_arguments(made)
+        arguments.add_outputs(made)
 
     train_command.add_arguments(command("train", "train an Engram, or its dense twin", train_command.run))
     ship.add_arguments(command("ship", "put a finished run into model folders with cards", ship.run))
@@ -69,24 +70,6 @@ def build_parser() -> Parser:
     gpu = command("gpu-check", "compare every probe on the GPU with the CPU", run_gpu_check)
     gpu.add_argument("--json", metavar="FILE", default="-", help="where to write the figures (default: stdout)")
     return parser
-
-
-def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every probe takes: models, prompts, where to write."""
-    parser.add_argument("--model", required=True, help="shipped name, folder, hub id or .gguf file")
-    parser.add_argument("--against", help="a second model to compare with")
-    prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", action="append", help="a prompt; may be repeated")
-    prompts.add_argument(
-        "--prompts", type=Path, metavar="FILE", help='a text set: UTF-8, one prompt a line, or .jsonl with "prompt"'
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the resamples (default %(default)s)")
-    parser.add_argument("--device", help="cpu or cuda (default: the best there is)")
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings")
-    parser.add_argument("--json", metavar="FILE", help="the report; - is stdout, and the default if no file is named")
-    parser.add_argument("--csv", metavar="FILE", help="tidy rows")
-    parser.add_argument("--png", metavar="FILE", help="the figure; needs Chrome or Chromium")
 
 
 def run_app(args: argparse.Namespace) -> int:
@@ -110,27 +93,24 @@ def run_models(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_lens(args: argparse.Namespace) -> int:
-    """The logit lens of one model or two, written where it was asked for."""
-    from lab.export import lens_csv, png
+def run_probe(args: argparse.Namespace) -> int:
+    """Any probe, its report written where it was asked for."""
+    from lab import export
     from models.handle import open_model
-    from probes.logit_lens import LensConfig, run
+    from probes import PROBES
 
-    prompts, detail = read_prompts(args)
-    names = tuple(name for name in (args.model, args.against) if name is not None)
-    config = LensConfig(names, prompts, args.target, args.top_k, args.seed, args.bootstrap, detail)
+    module, shown = importlib.import_module(PROBES[args.probe]), front(args.probe)
+    config = shown.config(args)
     options = {"device": args.device, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     # stdout is the report's alone, whatever a checkpoint's own code or a library prints.
     with contextlib.redirect_stdout(sys.stderr), progress_line() as progress:
-        handles = [open_model(name, **options) for name in names]
-        report = run(handles, config, progress)
+        opened = {name: open_model(name, **options) for name in dict.fromkeys(config.models)}
+        handles = [opened[name] for name in config.models]
+        report = module.run(handles, config, progress)
     if args.csv:
-        Path(args.csv).write_text(lens_csv(report), encoding="utf-8")
+        Path(args.csv).write_text(export.csv_text(report), encoding="utf-8")
     if args.png:
-        from lab.figures import lens_curves
-
-        memory = {handle.name: handle.engram_layers for handle in handles}
-        Path(args.png).write_bytes(png(lens_curves(report, "light", memory)))
+        Path(args.png).write_bytes(export.png(shown.figure(report, "light", handles)))
     if args.json or not (args.csv or args.png):
         write(args.json or "-", report.to_json() + "\n")
     return 0
@@ -148,27 +128,6 @@ def run_gpu_check(args: argparse.Namespace) -> int:
     from lab import gpu_check
 
     return gpu_check.run(args.json)
-
-
-def read_prompts(args: argparse.Namespace) -> tuple[tuple[str, ...], bool]:
-    """(prompts, whether to report each position's top tokens): a file is a text set, told in means."""
-    if args.prompts is None:
-        return tuple(args.prompt), True
-    from lab.texts import lines_of
-    from models.errors import DataError
-
-    lines = lines_of(args.prompts.read_bytes(), str(args.prompts))
-    if args.prompts.suffix != ".jsonl":
-        return lines, False
-    prompts = []
-    for n, line in enumerate(lines, 1):
-        try:
-            prompts.append(json.loads(line)["prompt"])
-        except (ValueError, TypeError, KeyError):
-            raise DataError(f'{args.prompts} has no JSON object with a "prompt" as its text {n}.') from None
-        if not isinstance(prompts[-1], str):
-            raise DataError(f"{args.prompts} has a prompt that is no text as its text {n}.")
-    return tuple(prompts), False
 
 
 def write(path: str, text: str) -> None:

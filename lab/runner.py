@@ -6,12 +6,14 @@ Models and results are shared by all sessions: a handle holds its own lock, a re
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
 
@@ -19,7 +21,7 @@ from lab import theme
 from models import loading
 from models.errors import LabError, UnknownModelError
 from models.handle import Handle, list_models, open_model
-from probes import logit_lens
+from probes import PROBES, logit_lens
 from probes.base import Record, Report
 from probes.logit_lens import LensConfig
 
@@ -80,8 +82,9 @@ def handle(name: str) -> Handle:
 
 def handles(names: Sequence[str]) -> list[Handle]:
     """The open models of the names, with a word on the page where one has to be read first."""
-    with st.spinner(f"Opening {' and '.join(names)} …"):
-        return [handle(name) for name in names]
+    with st.spinner(f"Opening {' and '.join(dict.fromkeys(names))} …"):
+        opened = {name: handle(name) for name in dict.fromkeys(names)}
+        return [opened[name] for name in names]
 
 
 class Results:
@@ -118,13 +121,14 @@ def request_key(probe: str, config: Record, opened: Sequence[Handle]) -> str:
     return hashlib.sha256(request.encode()).hexdigest()
 
 
-def lens(config: LensConfig) -> Report | None:
+def run(probe: str, config: Any) -> Report | None:
     """The report of a request: from the store, or run now with progress; None if the user cancelled it."""
     opened = handles(config.models)
-    key = request_key("lens", config, opened)
+    key = request_key(probe, config, opened)
     report = results().get(key)
     if report is None:
-        report = _run(key, lambda progress: logit_lens.run(opened, config, progress))
+        module = importlib.import_module(PROBES[probe])
+        report = _run(key, lambda progress: module.run(opened, config, progress))
     return report
 
 

@@ -2,24 +2,21 @@
 
 Axes: layer (0 is the residual before block 0, named "embed"), batch, pos, d_model, vocab.
 Every forward of a module, traced or not, happens under that module's lock and in inference mode,
-because nnsight is not safe across threads. All traces are in this file: nnsight compiles them from its text.
+because nnsight is not safe across threads. nnsight compiles a trace from the text of its file: models/tracing.py.
 """
 
 from __future__ import annotations
 
 import gc
-import linecache
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import nnsight
 import torch
-from nnsight import NNsight
-from nnsight.tracing.globals import BLOCKS, SOURCES
+from nnsight import Envoy, NNsight
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,23 +25,12 @@ from models.errors import CheckpointError, LabError, PromptError, TargetError
 from models.layouts import Layout, find_layout
 from models.loading import ModelInfo, first_line, list_models
 from models.pieces import TokenBytes
+from models.tracing import pin_source
 from models.weightfiles import module_fingerprint
 
 __all__ = ["Handle", "ModelInfo", "Residuals", "list_models", "open_model", "single_token"]
 
-
-def _pin_source() -> None:
-    """Give nnsight the text that this module was imported from.
-
-    It would read the file at the first trace, keep it for good, and run another body if it was edited before.
-    """
-    linecache.checkcache(__file__)
-    for key in [key for key in BLOCKS if key[0] == __file__]:
-        del BLOCKS[key]
-    SOURCES[__file__] = Path(__file__).read_text(encoding="utf-8")
-
-
-_pin_source()
+pin_source(__file__)
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_guard = threading.Lock()
 
@@ -97,15 +83,15 @@ class Handle:
         if not isinstance(context, int):
             raise CheckpointError(f"{name} does not say its context length (max_position_embeddings).")
         self.context: int = context
-        self.engram_layers: tuple[int, ...] = tuple(getattr(config, "engram_layer_ids", None) or ())
+        self.engram_layers: tuple[int, ...] = tuple(sorted(getattr(config, "engram_layer_ids", None) or ()))
         self.n_parameters: int = sum(p.numel() for p in model.parameters())
         self.n_table_parameters: int = sum(
             p.numel() for name, p in model.named_parameters() if name.endswith(".memory.table.weight")
         )
         with self.lock:
             self._traced: NNsight | None = NNsight(model)
-        self._traced_blocks = list(self._traced.get(self.layout.blocks))
-        self.n_layers: int = len(self._traced_blocks)
+        self._blocks: list[Envoy] = list(self._traced.get(self.layout.blocks))
+        self.n_layers: int = len(self._blocks)
         self.layer_names: tuple[str, ...] = ("embed", *map(str, range(self.n_layers)))
         self._validate()
 
@@ -132,6 +118,11 @@ class Handle:
         if self._traced is None:
             raise LabError(f"The model {self.name} was closed; open it again.")
         return self._traced
+
+    @property
+    def blocks(self) -> list[Envoy]:
+        """The decoder blocks of `traced`, in order."""
+        return self._blocks
 
     @property
     def fingerprint(self) -> str:
@@ -224,7 +215,7 @@ class Handle:
             mask = attention_mask.to(self.device)
             inputs |= {"attention_mask": mask, "position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)}
         with self.running():
-            traced, blocks = self.traced, self._traced_blocks
+            traced, blocks = self.traced, self._blocks
             with traced.trace(**inputs, use_cache=False):
                 stream = [blocks[0].input]
                 for block in blocks:
@@ -257,7 +248,7 @@ class Handle:
         """Wait for the run in progress, then drop the weights; the handle cannot be used any more."""
         with self.lock:
             self._model = self._traced = self._tokenizer = None
-            self._traced_blocks = []
+            self._blocks = []
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import export, figures, labels, runner, texts
+from lab import figures, labels, page, runner, texts
 from models.handle import Handle
 from probes.base import Report
 from probes.logit_lens import LensConfig
 
 WINDOW = 64  # positions of the map at once
-OWN = "your own"
-MANY = 10**9
 # What the map's colours can show, in the words of the URL.
 MEASURES: dict[str, figures.Measure] = {
     "KL": "kl",
@@ -46,104 +43,50 @@ def main() -> None:
         "Read every layer as if it were the last: what would the model predict if it stopped there, "
         "and how far is that from what it says in the end?"
     )
-    mode = st.segmented_control(
-        "Mode",
-        [texts.ONE, texts.SET],
-        default=texts.ONE,
-        required=True,
-        label_visibility="collapsed",
-        key="mode",
-        bind="query-params",
-    )
+    mode = page.mode_switch()
     if mode == texts.SET:
         text_set()
     else:
         one_prompt()
 
 
-def use_example() -> None:
-    """Put the example that was picked into the prompt box."""
-    for example in texts.examples():
-        if example["title"] == st.session_state["example"]:
-            st.session_state["prompt"] = example["prompt"]
-            look_at_the_end()
-
-
-def look_at_the_end() -> None:
-    """For another prompt, inspect its last position again and show the map from its start."""
-    st.session_state.update({"pos": -1, "from": 0})
-
-
 def one_prompt() -> None:
     """The request, then curves, map, cell and settle depth of one prompt."""
-    examples = texts.examples()
-    titles = {example["prompt"]: example["title"] for example in examples}
-    current = st.session_state.get("prompt", st.query_params.get("prompt", examples[0]["prompt"]))
-    st.session_state["example"] = titles.get(current, OWN)
-    left, right = st.columns([3, 2])
-    with right:
-        st.selectbox("Example", [*titles.values(), OWN], key="example", on_change=use_example)
-        a, b = st.columns([3, 2])
-        target = a.text_input(
-            "Target token",
-            key="target",
-            bind="query-params",
-            help="May be left empty. A text that is one token; most words begin with a space. Its rank and "
-            "probability are then followed through the layers.",
-        )
-        top_k = b.number_input(
-            "Top tokens", 1, 20, 5, key="top", bind="query-params", help="How many are listed for a cell."
-        )
-    with left:
-        prompt = st.text_area(
-            "Prompt", examples[0]["prompt"], height=124, key="prompt", bind="query-params",
-            on_change=look_at_the_end, help="Ctrl+Enter runs it, and so does leaving the box.",
-        )  # fmt: skip
-    why = next((example["why"] for example in examples if example["prompt"] == prompt), None)
-    if why:
-        st.caption(labels.markdown(why))
-
+    prompt = page.prompt_box(beside=target_and_top)
     names = runner.chosen_models()
     opened = runner.handles(names)
-    for tokens, handles in tokenizations(opened, prompt):
-        st.html(labels.chips(tokens))
-        whose = " and ".join(labels.markdown(h.name) for h in handles)
-        exact = "" if labels.gives_back(tokens, prompt) else "; this tokenizer changes the text"
-        st.caption(f"{len(tokens)} tokens for {whose}, each with its id (hover for its bytes){exact}")
-    config = LensConfig(models=names, prompts=(prompt,), target=target or None, top_k=int(top_k))
-    report = runner.lens(config)
+    page.show_tokens(opened, prompt)
+    target, top_k = st.session_state["target"], int(st.session_state["top"])
+    config = LensConfig(models=names, prompts=(prompt,), target=target or None, top_k=top_k)
+    report = runner.run("lens", config)
     if report is None:
         return
-    mode = runner.mode()
-    memory = {h.name: h.engram_layers for h in opened}
-    curves = figures.lens_curves(report, mode, memory)
-    st.plotly_chart(curves, theme=None, key="curves")
-    how(report)
+    curves = show_curves(report, opened)
     layer, pos, shown = the_map(report, opened)
     cell(report, opened, layer, pos)
-    st.plotly_chart(figures.settle_histogram(report, mode), theme=None, key="settle")
-    exports(report, {"curves": curves, "map": shown})
+    st.plotly_chart(figures.settle_histogram(report, runner.mode()), theme=None, key="settle")
+    page.exports(report, {"curves": curves, "map": shown})
 
 
-def tokenizations(opened: list[Handle], prompt: str) -> list[tuple[list[labels.Token], list[Handle]]]:
-    """The tokens of the prompt and the models that get them: one entry where two models agree."""
-    found: list[tuple[list[labels.Token], list[Handle]]] = []
-    for handle in opened:
-        ids = handle.encode(prompt)
-        pieces = handle.pieces(ids)
-        tokens = [labels.Token(i, piece, handle.is_special(i)) for i, piece in zip(ids, pieces, strict=True)]
-        for known, handles in found:
-            if known == tokens:
-                handles.append(handle)
-                break
-        else:
-            found.append((tokens, [handle]))
-    return found
+def target_and_top() -> None:
+    """What is followed through the layers, and how much is listed for a cell."""
+    a, b = st.columns([3, 2])
+    a.text_input(
+        "Target token",
+        key="target",
+        bind="query-params",
+        help="May be left empty. A text that is one token; most words begin with a space. Its rank and "
+        "probability are then followed through the layers.",
+    )
+    b.number_input("Top tokens", 1, 20, 5, key="top", bind="query-params", help="How many are listed for a cell.")
 
 
-def namer(handle: Handle) -> Any:
-    """Token id -> visible label, for one model."""
-    return lambda token_id: labels.label(handle.pieces([token_id], whole=False)[0])
+def show_curves(report: Report, opened: list[Handle]) -> go.Figure:
+    """The curves of both modes, with how they were computed."""
+    curves = figures.lens_curves(report, runner.mode(), {h.name: h.engram_layers for h in opened})
+    st.plotly_chart(curves, theme=None, key="curves")
+    page.how(report, FORMULA, MEANING)
+    return curves
 
 
 def clicked(layer_names: tuple[str, ...]) -> None:
@@ -154,12 +97,6 @@ def clicked(layer_names: tuple[str, ...]) -> None:
         st.session_state["layer"] = layer_names[int(points[0]["y"])]
 
 
-def keep_within(key: str, options: list[Any], otherwise: Any) -> None:
-    """Replace a choice that the present request does not offer any more."""
-    if key in st.session_state and st.session_state[key] not in options:
-        st.session_state[key] = otherwise
-
-
 def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
     """The layer x position map with its controls; returns the chosen cell (layer, position) and the figure."""
     st.subheader("Layer by layer, position by position")
@@ -167,34 +104,34 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
     has_target = report.result.models[0].target_id is not None
     offered = [word for word, measure in MEASURES.items() if has_target or not measure.startswith("target")]
     controls = st.container(horizontal=True)  # wraps where the window is narrow
-    keep_within("colour", offered, offered[0])
+    page.keep_within("colour", offered, offered[0])
     word = controls.selectbox(
         "Colour", offered, key="colour", bind="query-params", width=190,
         help=None if has_target else "With a target token there are also its rank and its probability.",
     )  # fmt: skip
     measure = MEASURES[word]
-    keep_within("of", names, names[0])
+    page.keep_within("of", names, names[0])
     shown = controls.selectbox("Model shown", names, key="of", bind="query-params", width=230)
     index = names.index(shown)
     lens = report.result.models[index]
     tokens = figures.prompt_tokens(report, index)
     starts = list(range(0, len(tokens), WINDOW))
-    keep_within("from", starts, 0)
+    page.keep_within("from", starts, 0)
     start = controls.selectbox(
         "From position", starts, key="from", bind="query-params", disabled=len(starts) == 1, width=150,
         help=f"The map shows {WINDOW} positions at a time.",
     )  # fmt: skip
     layers = list(lens.layer_names)
-    keep_within("layer", layers, layers[-1])
+    page.keep_within("layer", layers, layers[-1])
     layer = controls.selectbox("Layer", layers, len(layers) - 1, key="layer", bind="query-params", width=110)
     places = list(range(len(tokens)))
-    keep_within("pos", places, places[-1])
+    page.keep_within("pos", places, places[-1])
     last = places[-1]
     pos = controls.number_input("Position", 0, last, last, key="pos", bind="query-params", width=150)
     figure = figures.lens_map(
         report,
         index,
-        namer(opened[index]),
+        page.namer(opened[index]),
         runner.mode(),
         measure,
         (start, start + WINDOW),
@@ -239,7 +176,7 @@ def cell(report: Report, opened: list[Handle], layer: int, pos: int) -> None:
                     f"probability **{lens.target_prob[depth][at]:.4f}**"
                 )
             st.markdown(line)
-            name_of = namer(handle)
+            name_of = page.namer(handle)
             ids, probabilities = lens.top_ids[depth][at], lens.top_probs[depth][at]
             st.dataframe(
                 pd.DataFrame(
@@ -266,94 +203,24 @@ def aligned(report: Report, index: int, pos: int) -> int | None:
     return found[0] if found else None
 
 
-def how(report: Report) -> None:
-    """The formula and the protocol, folded away under the chart."""
-    with st.expander("How this is computed, and with what"):
-        st.latex(FORMULA)
-        st.markdown(MEANING)
-        protocol = report.protocol.to_dict()
-        st.dataframe(pd.DataFrame(protocol["models"]), hide_index=True)
-        versions = ", ".join(f"{name} {version}" for name, version in protocol["versions"].items())
-        st.caption(labels.markdown(f"seed {protocol['seed']}; {versions}"))
-
-
-def take_all_texts() -> None:
-    """For another file, use all of it; what is too many is cut down to what there is."""
-    st.session_state["texts"] = MANY
-
-
 def text_set() -> None:
     """Means with confidence bands over many texts: does one model settle earlier than the other?"""
-    left, right = st.columns([3, 2])
-    with left:
-        file = st.file_uploader(
-            "Your own texts (UTF-8, one on each line); without a file, the sentences that we wrote",
-            key="file",
-            on_change=take_all_texts,
-        )
-    lines = texts.held_out() if file is None else texts.lines_of(file.getvalue(), file.name)
-    with right:
-        a, b, c = st.columns(3)
-        if st.session_state.get("texts", 0) > len(lines):
-            st.session_state["texts"] = len(lines)
-        n = a.number_input(
-            "Texts", 1, len(lines), len(lines), key="texts", bind="query-params", help="The first so many."
-        )
-        bootstrap = b.number_input(
-            "Resamples", 100, 10_000, 1000, 100, key="bootstrap", bind="query-params",
-            help="Of the texts, with replacement, for the 95 % intervals.",
-        )  # fmt: skip
-        seed = c.number_input("Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", help="Of the resampling.")
+    lines = page.text_set(texts.held_out())
+    seed, bootstrap = page.resampling()
     names = runner.chosen_models()
     opened = runner.handles(names)
-    config = LensConfig(models=names, prompts=lines[: int(n)], seed=int(seed), bootstrap=int(bootstrap), detail=False)
-    report = runner.lens(config)
+    config = LensConfig(models=names, prompts=lines, seed=seed, bootstrap=bootstrap, detail=False)
+    report = runner.run("lens", config)
     if report is None:
         return
-    mode = runner.mode()
-    memory = {h.name: h.engram_layers for h in opened}
-    curves = figures.lens_curves(report, mode, memory)
-    st.plotly_chart(curves, theme=None, key="curves")
-    how(report)
-    drawn = {"curves": curves}
+    drawn = {"curves": show_curves(report, opened)}
     difference = report.result.difference
     if difference is not None and difference.mean_kl is not None:
-        drawn["difference"] = figures.difference_curve(report, mode)
+        drawn["difference"] = figures.difference_curve(report, runner.mode())
         st.plotly_chart(drawn["difference"], theme=None, key="difference")
     st.dataframe(figures.summary(report), hide_index=True)
-    st.plotly_chart(figures.settle_histogram(report, mode), theme=None, key="settle")
-    exports(report, drawn)
-
-
-def exports(report: Report, drawn: dict[str, Any]) -> None:
-    """Files made when they are asked for, and the request to run elsewhere."""
-    st.subheader("Take it with you")
-    config = report.config
-    reason = export.no_png()
-    with st.container(horizontal=True):
-        # A function as data: made at the click, so that an unchanged page stays fast.
-        st.download_button(
-            "CSV", partial(export.lens_csv, report), "lens.csv", "text/csv", key="csv", on_click="ignore",
-            icon=":material/table:",
-        )  # fmt: skip
-        st.download_button(
-            "JSON", report.to_json, "lens.json", "application/json", key="json",
-            on_click="ignore", icon=":material/data_object:",
-        )  # fmt: skip
-        for name, figure in drawn.items():
-            st.download_button(
-                f"PNG, {name}", partial(export.png, figure), f"lens-{name}.png", "image/png", key=f"png_{name}",
-                on_click="ignore", icon=":material/image:", disabled=reason is not None, help=reason,
-            )  # fmt: skip
-        if not config.detail:
-            st.download_button(
-                "Texts", "\n".join(config.prompts) + "\n", "texts.txt", "text/plain", key="texts_file",
-                on_click="ignore", icon=":material/description:",
-                help="The texts of this request, as the command below reads them.",
-            )  # fmt: skip
-    command, program = st.tabs(["Command line", "Python"])
-    command.code(export.command_line(config), language="bash")
-    program.code(export.python(config), language="python")
+    st.plotly_chart(figures.settle_histogram(report, runner.mode()), theme=None, key="settle")
+    page.exports(report, drawn)
 
 
 main()

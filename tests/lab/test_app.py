@@ -285,7 +285,7 @@ def test_a_link_reopens_the_request() -> None:
     config = LensConfig(("engram-mini",), ("the <mill> & $5",), " the", 3)
     from lab.export import command_line
 
-    assert command(at) == command_line(config)
+    assert command(at) == command_line("lens", config)
     assert at.selectbox(key="colour").value == "target rank"
     assert (at.number_input(key="pos").value, at.selectbox(key="layer").value) == (2, "1")
 

@@ -22,7 +22,7 @@ NASTY = '-x it\'s "quoted" $HOME `ls` \\n\nnaïve 東京 👍🏽 <b>'
 
 
 def test_csv_has_a_row_for_every_number(report: Report) -> None:
-    rows = list(csv.DictReader(io.StringIO(export.lens_csv(report))))
+    rows = list(csv.DictReader(io.StringIO(export.csv_text(report))))
     assert len(rows) == sum(lens.kl.size for lens in report.result.models)
     lens = report.result.models[1]
     row = next(r for r in rows if (r["model"], r["position"], r["layer"]) == ("dense-mini", "5", "1"))
@@ -37,7 +37,7 @@ def test_csv_has_a_row_for_every_number(report: Report) -> None:
 
 
 def test_csv_of_a_set_counts_positions_in_each_text(set_report: Report) -> None:
-    rows = list(csv.DictReader(io.StringIO(export.lens_csv(set_report))))
+    rows = list(csv.DictReader(io.StringIO(export.csv_text(set_report))))
     starts = [r for r in rows if r["position"] == "0" and r["layer"] == "embed" and r["model"] == "dense-mini"]
     assert [r["prompt"] for r in starts] == ["0", "1", "2"]
     assert all(r["top_id"] == "" and r["target_rank"] == "" for r in rows)
@@ -66,14 +66,14 @@ def parsed(line: str) -> Any:
 @pytest.mark.parametrize("target", [None, " the", "-t"])
 def test_command_line_parses_to_the_request(target: str | None) -> None:
     config = LensConfig(("a model", "b"), (NASTY, "two"), target, top_k=7, seed=3, bootstrap=9)
-    args = parsed(export.command_line(config))
+    args = parsed(export.command_line("lens", config))
     assert (args.model, args.against, tuple(args.prompt)) == ("a model", "b", config.prompts)
     assert (args.target, args.top_k, args.seed, args.bootstrap) == (target, 7, 3, 9)
 
 
 def test_command_line_of_a_set_reads_the_file() -> None:
     config = LensConfig(("a",), ("one", "two"), seed=3, bootstrap=9, detail=False)
-    args = parsed(export.command_line(config))
+    args = parsed(export.command_line("lens", config))
     assert args.prompts == Path("texts.txt") and args.prompt is None and args.against is None
 
 
@@ -88,9 +88,9 @@ def run_python(program: str) -> Report:
 def test_command_and_program_give_the_same_report(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models = (str(shipped / "engram-mini"), str(shipped / "dense-mini"))
     config = LensConfig(models, (NASTY,), " the", top_k=3)
-    assert main(words(export.command_line(config))) == 0
+    assert main(words(export.command_line("lens", config))) == 0
     printed = capsys.readouterr().out
-    report = run_python(export.python(config))
+    report = run_python(export.python("lens", config))
     assert report.config == config
     assert printed == report.to_json() + "\n"
 
@@ -99,12 +99,15 @@ def test_the_same_for_a_set(
     shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    texts = ("The river runs", "past the old mill")
-    Path("texts.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    texts = ("The river runs", "past the old mill") * 60  # too long to stand in the program
     config = LensConfig((str(shipped / "dense-mini"),), texts, seed=5, bootstrap=20, detail=False)
-    assert main(words(export.command_line(config))) == 0
+    files = export.files("lens", config)
+    assert set(files) == {"texts.txt", "request.json"}
+    for name, text in files.items():
+        Path(name).write_text(text, encoding="utf-8")
+    assert main(words(export.command_line("lens", config))) == 0
     printed = json.loads(capsys.readouterr().out)
-    report = run_python(export.python(config))
+    report = run_python(export.python("lens", config))
     assert report.config == config and printed == json.loads(report.to_json())
 
 

@@ -1,0 +1,17 @@
+"""One module for each probe: how it is asked for on the command line, and its report as rows and as a figure.
+
+A front has HELP, add_arguments(parser), config(args), options(config), files(config), rows(report) and
+figure(report, mode, handles). Heavy imports wait inside the functions, as `engram-lab --help` imports all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+FRONTS = ("lens",)  # the probes of probes.PROBES, in the order of --help
+
+
+def front(probe: str) -> ModuleType:
+    """The front of a probe."""
+    return importlib.import_module(f"lab.fronts.{probe.replace('-', '_')}")

@@ -1,0 +1,96 @@
+"""The logit lens on the command line and in exports."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lab.fronts import arguments
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from lab.theme import Mode
+    from models.handle import Handle
+    from probes.base import Report
+    from probes.logit_lens import LensConfig
+
+HELP = "logit lens: what each layer would predict"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the lens takes."""
+    arguments.add_models(parser, against="optional")
+    arguments.add_prompts(parser)
+    parser.add_argument("--target", help="a text that is one token, whose rank and probability are reported")
+    parser.add_argument("--top-k", type=int, default=5, help="tokens listed for each cell (default %(default)s)")
+    arguments.add_resampling(parser)
+
+
+def config(args: argparse.Namespace) -> LensConfig:
+    """The request."""
+    from probes.logit_lens import LensConfig
+
+    prompts, detail = arguments.read_prompts(args)
+    return LensConfig(arguments.names(args), prompts, args.target, args.top_k, args.seed, args.bootstrap, detail)
+
+
+def options(config: LensConfig) -> list[str]:
+    """The flags of a request."""
+    flags = arguments.model_flags(config.models) + arguments.prompt_flags(config.prompts, config.detail)
+    if config.target is not None:
+        flags.append(arguments.flag("target", config.target))
+    if config.detail:
+        flags.append(arguments.flag("top-k", config.top_k))
+    return [*flags, arguments.flag("seed", config.seed), arguments.flag("bootstrap", config.bootstrap)]
+
+
+def files(config: LensConfig) -> dict[str, str]:
+    """The files that the flags name."""
+    return arguments.texts_file(config.prompts, config.detail)
+
+
+def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
+    """The mean KL by layer."""
+    from lab.figures import lens_curves
+
+    return lens_curves(report, mode, {handle.name: handle.engram_layers for handle in handles})
+
+
+def rows(report: Report) -> Iterator[dict[str, Any]]:
+    """One row for each model, position and layer; what was not asked is None.
+
+    `position` counts within its prompt; `token` is the visible label, `prompt` the index into config.prompts.
+    """
+    import numpy as np
+
+    from lab import labels
+
+    for lens in report.result.models:
+        index = lens.prompt_index
+        position = np.arange(len(index)) - np.searchsorted(index, index)  # prompts follow each other
+        losses = lens.next_token_loss
+        has_top, has_target = lens.top_ids is not None, lens.target_id is not None
+        for pos in range(len(index)):
+            start, end = int(lens.char_start[pos]), int(lens.char_end[pos])
+            raw = report.config.prompts[int(index[pos])].encode()[start:end]
+            token = labels.label(raw) if end > start else lens.token_texts[pos]
+            for layer, name in enumerate(lens.layer_names):
+                yield {
+                    "model": lens.name,
+                    "prompt": int(index[pos]),
+                    "position": int(position[pos]),
+                    "token_id": int(lens.token_ids[pos]),
+                    "token": token,
+                    "layer": name,
+                    "kl_nats": float(lens.kl[layer][pos]),
+                    "entropy_nats": float(lens.entropy[layer][pos]),
+                    "top_id": int(lens.top_ids[layer][pos][0]) if has_top else None,
+                    "top_probability": float(lens.top_probs[layer][pos][0]) if has_top else None,
+                    "target_id": lens.target_id,
+                    "target_rank": int(lens.target_rank[layer][pos]) if has_target else None,
+                    "target_probability": float(lens.target_prob[layer][pos]) if has_target else None,
+                    "settle_layer": lens.layer_names[int(lens.settle_depth[pos])],
+                    "next_token_loss_nats": None if np.isnan(losses[pos]) else float(losses[pos]),
+                }
