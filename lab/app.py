@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
 
@@ -45,12 +46,18 @@ def pick_models() -> None:
     st.caption("Or type a local folder, a hub id or a .gguf file.")
 
 
+def at(name: str, title: str, icon: str, default: bool = False) -> Any:
+    """A page: its file in pages/ and its path in the URL are both `name`."""
+    return st.Page(PAGES / f"{name}.py", title=title, icon=f":material/{icon}:", url_path=name, default=default)
+
+
 st.set_page_config(page_title="Engram Lab", page_icon=ICON, layout="wide")
 navigation = st.navigation(
-    [
-        st.Page(PAGES / "start.py", title="Start", icon=":material/explore:", url_path="start", default=True),
-        st.Page(PAGES / "lens.py", title="Logit lens", icon=":material/stacked_line_chart:", url_path="lens"),
-    ]
+    {
+        "": [at("start", "Start", "explore", default=True)],
+        "Layers": [at("lens", "Logit lens", "stacked_line_chart")],
+        "Memory": [at("sensitivity", "What it is for", "query_stats")],
+    }
 )
 st.html(theme.css(runner.mode()))
 with st.sidebar:

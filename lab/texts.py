@@ -1,10 +1,14 @@
-"""The prompts and text sets that the lens page starts with."""
+"""The prompts and text sets that the pages start with, and how a user's own are read."""
 
 from __future__ import annotations
 
 import json
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from probes.sensitivity import Item, TextSet
 
 TEXTS = Path(__file__).resolve().parent.parent / "assets" / "texts"
 HELD_OUT = "held_out.txt"
@@ -36,3 +40,34 @@ def lines_of(raw: bytes, name: str) -> tuple[str, ...]:
     if not lines:
         raise DataError(f"{name} holds no text: put one text on each line.")
     return lines
+
+
+def items_of(raw: bytes, name: str) -> tuple[Item, ...]:
+    """Items of a .jsonl with "prompt", "answer" and maybe "context", or whole texts, one a line. Raises DataError."""
+    from models.errors import DataError
+    from probes.sensitivity import Item
+
+    lines = lines_of(raw, name)
+    if not name.endswith(".jsonl"):
+        return tuple(Item(line) for line in lines)
+    items = []
+    for n, line in enumerate(lines, 1):
+        try:
+            stored = json.loads(line)
+            parts = [stored.get("context", ""), stored["prompt"], stored["answer"]]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            parts = [None]
+        if not all(isinstance(part, str) for part in parts):
+            raise DataError(f'{name} has no JSON object with the texts "prompt" and "answer" as its item {n}.')
+        context, prompt, answer = (str(part) for part in parts)
+        items.append(Item(f"{context} {prompt}".strip(), answer if answer[:1].isspace() else f" {answer}"))
+    return tuple(items)
+
+
+@cache
+def shipped_sets() -> tuple[TextSet, ...]:
+    """Facts to complete from memory, answers to read from the text before, and whole sentences; all written by us."""
+    from probes.sensitivity import TextSet
+
+    files = {"facts": "facts.jsonl", "reading": "reading.jsonl", "sentences": HELD_OUT}
+    return tuple(TextSet(name, items_of((TEXTS / file).read_bytes(), file)) for name, file in files.items())

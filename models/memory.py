@@ -146,14 +146,20 @@ def read_memory(handle: Handle, ids: Tensor | Sequence[Sequence[int]], edit: Edi
         )
 
 
-def edited_logits(handle: Handle, ids: Tensor | Sequence[Sequence[int]], edit: Edit, position: int) -> Tensor:
-    """Logits [batch, vocab] at one position of ids [batch, pos], with the edit; keeps nothing else of the forward."""
+def edited_logits(
+    handle: Handle, ids: Tensor | Sequence[Sequence[int]], edit: Edit, position: int | None = None
+) -> Tensor:
+    """Logits [batch, vocab] at one position of ids [batch, pos], or [batch, pos, vocab], with the edit.
+
+    Keeps nothing else of the forward. Raises LabError.
+    """
     check_edit(handle, edit)
     with handle.running():
-        inputs = torch.as_tensor(ids, dtype=torch.int64, device=handle.device)[:, : position + 1]
+        inputs = torch.as_tensor(ids, dtype=torch.int64, device=handle.device)
+        inputs = inputs if position is None else inputs[:, : position + 1]
         plan = _plan(handle, edit, inputs)
         traced, blocks = handle.traced, handle.blocks
-        with traced.trace(input_ids=inputs, use_cache=False, logits_to_keep=1):
+        with traced.trace(input_ids=inputs, use_cache=False, logits_to_keep=int(position is not None)):
             for number, (swapped, zeroed, opened) in plan.items():
                 memory = blocks[number].memory
                 if swapped is not None:
@@ -163,7 +169,7 @@ def edited_logits(handle: Handle, ids: Tensor | Sequence[Sequence[int]], edit: E
                 if opened is not None:
                     memory.gate.output = memory.gate.output * opened
             logits = nnsight.save(traced.output.logits)
-        return logits[:, -1]
+        return logits if position is None else logits[:, -1]
 
 
 def _plan(handle: Handle, edit: Edit, ids: Tensor) -> dict[int, tuple[Tensor | None, bool, Tensor | None]]:

@@ -3,4 +3,10 @@
 A new probe is a module here with CONFIG, RESULT and run, and a line in PROBES.
 """
 
-PROBES = {"lens": "probes.logit_lens"}  # name -> module, imported when it is needed
+PROBES = {  # name -> module, imported when it is needed
+    "lens": "probes.logit_lens",
+    "gates": "probes.gates",
+    "rows": "probes.rows",
+    "sensitivity": "probes.sensitivity",
+    "cka": "probes.cka",
+}

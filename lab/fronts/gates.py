@@ -1,0 +1,140 @@
+"""The gates of a memory on the command line and in exports."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lab.fronts import arguments
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from lab.theme import Mode
+    from models.handle import Handle
+    from probes.base import Report
+    from probes.gates import GatesConfig
+
+HELP = "gates of a memory: what opens, what is written, what it says and whether it matters"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the gates take."""
+    arguments.add_models(parser)
+    arguments.add_prompts(parser)
+    parser.add_argument(
+        "--target", help="a text that is one token, whose logit is attributed (default: the next token)"
+    )
+    parser.add_argument(
+        "--position", type=int, help="where --knock-out reads the target, from the end if negative (default: the last)"
+    )
+    parser.add_argument(
+        "--control",
+        action="append",
+        metavar="NAME[@LAYER]",
+        help="shuffled, zeroed, one_row or off, at all memory layers or at one; may be repeated",
+    )
+    parser.add_argument("--knock-out", action="store_true", help="shut each gate up to the position, one at a time")
+    parser.add_argument(
+        "--min-count", type=int, default=5, help="n-grams found less often are not ranked (default %(default)s)"
+    )
+    parser.add_argument("--ranked", type=int, default=12, help="n-grams at either end (default %(default)s)")
+    arguments.add_resampling(parser)
+
+
+def config(args: argparse.Namespace) -> GatesConfig:
+    """The request."""
+    from probes.gates import GatesConfig
+
+    prompts, detail = arguments.read_prompts(args)
+    return GatesConfig(
+        models=arguments.names(args),
+        prompts=prompts,
+        target=args.target,
+        position=args.position,
+        controls=tuple(args.control or ()),
+        knock_out=args.knock_out,
+        seed=args.seed,
+        bootstrap=args.bootstrap,
+        min_count=args.min_count,
+        ranked=args.ranked,
+        detail=detail,
+    )
+
+
+def options(config: GatesConfig) -> list[str]:
+    """The flags of a request."""
+    flags = arguments.model_flags(config.models) + arguments.prompt_flags(config.prompts, config.detail)
+    flags += [
+        arguments.flag(name, getattr(config, name))
+        for name in ("target", "position")
+        if getattr(config, name) is not None
+    ]
+    flags += [arguments.flag("control", control) for control in config.controls]
+    flags += ["--knock-out"] if config.knock_out else []
+    numbers = ("min-count", "ranked", "seed", "bootstrap")
+    return [*flags, *(arguments.flag(name, getattr(config, name.replace("-", "_"))) for name in numbers)]
+
+
+def files(config: GatesConfig) -> dict[str, str]:
+    """The files that the flags name."""
+    return arguments.texts_file(config.prompts, config.detail)
+
+
+def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
+    """The gates at each position of one prompt, or their distribution over a text set."""
+    from lab import gates_figures
+
+    if report.config.detail and len(report.config.prompts) == 1:
+        return gates_figures.gate_map(report, mode)
+    return gates_figures.histogram(report, mode)
+
+
+def rows(report: Report) -> Iterator[dict[str, Any]]:
+    """One row for each position, memory layer and branch, intact ("") and with each control that kept its gates.
+
+    `position` counts within its prompt; what was not asked, or is no part of a control's report, is None.
+    """
+    import numpy as np
+
+    from lab import labels
+
+    result = report.result
+    index = result.prompt_index
+    position = np.arange(len(index)) - np.searchsorted(index, index)  # prompts follow each other
+    said, knocked = result.attribution, result.knock_out
+
+    def number(value: Any) -> float | None:
+        return None if value is None or np.isnan(value) else float(value)
+
+    runs = [("", result), *((run.control, run) for run in result.controls if run.gate is not None)]
+    for control, run in runs:
+        own = run is result
+        for pos in range(len(index)):
+            start, end = int(result.char_start[pos]), int(result.char_end[pos])
+            raw = report.config.prompts[int(index[pos])].encode()[start:end]
+            for n, layer in enumerate(result.layers):
+                for branch in range(run.gate.shape[1]):
+                    yield {
+                        "model": result.name,
+                        "control": control,
+                        "prompt": int(index[pos]),
+                        "position": int(position[pos]),
+                        "token_id": int(result.token_ids[pos]),
+                        "canonical_id": int(result.canonical_ids[pos]),
+                        "token": labels.label(raw) if end > start else result.token_texts[pos],
+                        "layer": layer,
+                        "branch": branch,
+                        "gate": float(run.gate[n, branch, pos]),
+                        "written_norm": float(run.written_norm[n, branch, pos]),
+                        "residual_norm": float(result.residual_norm[n, pos]) if own else None,
+                        "next_token_loss_nats": number(run.next_token_loss[pos]),
+                        "target_id": int(said.target_ids[pos]) if own and said else None,
+                        "target_logit": number(said.logit[pos]) if own and said else None,
+                        "written_to_target_logit": number(said.written[n, pos]) if own and said else None,
+                        "knock_out_logit_change": number(knocked.logit_change[n, pos]) if own and knocked else None,
+                        "knock_out_log_prob_change_nats": (
+                            number(knocked.log_prob_change[n, pos]) if own and knocked else None
+                        ),
+                    }

@@ -1,0 +1,114 @@
+"""What a memory is needed for, on the command line and in exports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lab.fronts import arguments
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from lab.theme import Mode
+    from models.handle import Handle
+    from probes.base import Report
+    from probes.sensitivity import SensitivityConfig
+
+HELP = "loss on text sets with the memory intact, changed and off"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the study takes."""
+    arguments.add_models(parser, against="optional")
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="NAME=FILE",
+        help='a text set: whole texts, one a line, or .jsonl with "prompt", "answer" and maybe "context"; may be '
+        "repeated (default: facts, reading and sentences, which ship)",
+    )
+    parser.add_argument(
+        "--control",
+        action="append",
+        metavar="NAME[@LAYER]",
+        help="off, zeroed, shuffled or one_row, at all memory layers or at one; may be repeated (default: off)",
+    )
+    arguments.add_resampling(parser)
+
+
+def config(args: argparse.Namespace) -> SensitivityConfig:
+    """The request."""
+    from lab.texts import items_of, shipped_sets
+    from models.errors import DataError
+    from probes.sensitivity import SensitivityConfig, TextSet
+
+    sets = []
+    for given in args.set or ():
+        name, equals, file = given.partition("=")
+        if not (name and equals and file):
+            raise DataError(f'--set is "{given}"; give it as NAME=FILE.')
+        sets.append(TextSet(name, items_of(Path(file).read_bytes(), file)))
+    return SensitivityConfig(
+        arguments.names(args),
+        tuple(sets) or shipped_sets(),
+        tuple(args.control or ("off",)),
+        args.seed,
+        args.bootstrap,
+    )
+
+
+def files(config: SensitivityConfig) -> dict[str, str]:
+    """The sets as files, unless they are those that ship."""
+    from lab.texts import shipped_sets
+
+    if config.sets == shipped_sets():
+        return {}
+    lines = {
+        own.name: [json.dumps({"prompt": i.text, "answer": i.answer}, ensure_ascii=False) for i in own.items]
+        if any(item.answer for item in own.items)
+        else [item.text for item in own.items]
+        for own in config.sets
+    }
+    return {_file(own): "\n".join(lines[own.name]) + "\n" for own in config.sets}
+
+
+def _file(own: Any) -> str:
+    stem = "".join(char if char.isalnum() or char in "-_" else "_" for char in own.name)
+    return stem + (".jsonl" if any(item.answer for item in own.items) else ".txt")
+
+
+def options(config: SensitivityConfig) -> list[str]:
+    """The flags of a request."""
+    flags = arguments.model_flags(config.models)
+    if files(config):
+        flags += [arguments.flag("set", f"{own.name}={_file(own)}") for own in config.sets]
+    flags += [arguments.flag("control", control) for control in config.controls]
+    return [*flags, arguments.flag("seed", config.seed), arguments.flag("bootstrap", config.bootstrap)]
+
+
+def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
+    """The change of the loss by set and condition."""
+    from lab.sensitivity_figures import changes
+
+    return changes(report, mode)
+
+
+def rows(report: Report) -> Iterator[dict[str, Any]]:
+    """One row for each item and condition."""
+    result = report.result
+    items = [(own.name, item) for own in report.config.sets for item in own.items]
+    for n, (name, item) in enumerate(items):
+        for c, condition in enumerate(result.conditions):
+            yield {
+                "set": name,
+                "text": item.text,
+                "answer": item.answer,
+                "condition": condition,
+                "tokens": int(result.item_tokens[c, n]),
+                "loss_nats": float(result.item_loss[c, n]),
+                "first_token_is_top": bool(result.item_top[c, n]),
+            }

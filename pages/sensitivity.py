@@ -1,0 +1,83 @@
+"""What the memory is needed for: loss on sets of texts with the memory intact, changed and off."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from lab import labels, page, runner, sensitivity_figures, texts
+from models.errors import DataError
+from probes.sensitivity import SensitivityConfig, TextSet
+
+# What a control does, in a word -> its name in the request
+WORDS = {"memory off": "off", "rows zeroed": "zeroed", "rows shuffled": "shuffled", "table of one row": "one_row"}
+FORMULA = (
+    r"\mathrm{change} = \ell_\text{changed} - \ell_\text{as it is},\qquad \ell = -\tfrac1T\sum_t \ln p(x_t\mid x_{<t})"
+)
+MEANING = r"""
+$\ell$ runs over the tokens of the answers (over all tokens where a text has none), in nats a token. **Off** forces the
+gate to 0; **zeroed** rows give a value of 0 whatever the gate says, so the two have the same loss by construction.
+**Shuffled**: each head reads another row of its own table. **One row**: every n-gram reads the first row of its head.
+The **contrast** is the change on the first set minus that on another. 95 % intervals are percentiles of a bootstrap
+over items, each set by itself; for changes in pairs. With few items of one answer token each the intervals are wide.
+"""
+
+
+def main() -> None:
+    """The sets and the controls, then the figure, one sentence and the table."""
+    st.title("What the memory is for")
+    st.markdown(
+        "Take the memory away and see what breaks. The paper reports that facts do, far more than reading an answer "
+        "out of the text before: does that hold for this model?"
+    )
+    left, right = st.columns([3, 2])
+    with left:
+        uploads = st.file_uploader(
+            'Your own sets: .jsonl with "prompt", "answer" and maybe "context", or whole texts, one on each line; '
+            "without a file, the facts, reading questions and sentences that we wrote",
+            accept_multiple_files=True,
+            key="sets",
+        )
+    with right:
+        seed, bootstrap = page.resampling()
+    sets = tuple(TextSet(file.name.rpartition(".")[0], texts.items_of(file.getvalue(), file.name)) for file in uploads)
+    sets = sets or texts.shipped_sets()
+    names = tuple(own.name for own in sets)
+    if len(set(names)) < len(names):
+        raise DataError("Two of the files have the same name: give each set its own.")
+    opened = runner.handles(runner.chosen_models())
+    withs = [handle for handle in opened if handle.engram_layers]
+    if not withs:
+        st.info(
+            f"{labels.markdown(opened[0].name)} has no memory to take away: choose one that has, such as engram-mini."
+        )
+        return
+    a, b, c = st.columns([3, 2, 2])
+    words = a.pills("Change", list(WORDS), selection_mode="multi", default=["memory off"], key="controls")
+    layers = ["all", *map(str, withs[0].engram_layers), "each"]
+    page.keep_within("at", layers, "all")
+    at = b.selectbox("At memory layer", layers, key="at", bind="query-params")
+    first = c.selectbox("Compare sets with", names, key="first_set")
+    if not words:
+        st.info("Pick at least one change of the memory.")
+        return
+    where = {"all": [""], "each": ["", *(f"@{layer}" for layer in withs[0].engram_layers)]}.get(at, [f"@{at}"])
+    models = tuple(dict.fromkeys([withs[0].name, *(handle.name for handle in opened)]))
+    config = SensitivityConfig(
+        models=models,
+        sets=tuple(sorted(sets, key=lambda own: own.name != first)),
+        controls=tuple(WORDS[word] + end for word in words for end in where),
+        seed=seed,
+        bootstrap=bootstrap,
+    )
+    report = runner.run("sensitivity", config)
+    if report is None:
+        return
+    st.markdown(f"**{labels.markdown(sensitivity_figures.sentence(report))}**")
+    drawn = sensitivity_figures.changes(report, runner.mode())
+    st.plotly_chart(drawn, theme=None, key="changes")
+    page.how(report, FORMULA, MEANING)
+    st.dataframe(sensitivity_figures.table(report), hide_index=True, height="content")
+    page.exports(report, {"changes": drawn})
+
+
+main()
