@@ -56,7 +56,11 @@ navigation = st.navigation(
     {
         "": [at("start", "Start", "explore", default=True)],
         "Layers": [at("lens", "Logit lens", "stacked_line_chart")],
-        "Memory": [at("sensitivity", "What it is for", "query_stats")],
+        "Memory": [
+            at("rows", "Rows", "table_rows"),
+            at("sensitivity", "What it is for", "query_stats"),
+            at("hash", "Hash", "tag"),
+        ],
     }
 )
 st.html(theme.css(runner.mode()))

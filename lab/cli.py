@@ -53,8 +53,13 @@ def build_parser() -> Parser:
 
     probe = commands.add_parser("probe", help="run a probe without a browser")
     probes = probe.add_subparsers(title="probes", required=True, metavar="PROBE", parser_class=Parser)
+    groups = {"": probes}  # the probes of a group have a name of two words
     for name in FRONTS:
-        made = command(name, front(name).HELP, run_probe, probes)
+        group, _, last = name.rpartition(" ")
+        if group not in groups:
+            parent = probes.add_parser(group, help=front(name).GROUP_HELP)
+            groups[group] = parent.add_subparsers(title="probes", required=True, metavar="PROBE", parser_class=Parser)
+        made = command(last, front(name).HELP, run_probe, groups[group])
         made.set_defaults(probe=name)
         front(name).add_arguments(made)
         arguments.add_outputs(made)
