@@ -55,8 +55,9 @@ st.set_page_config(page_title="Engram Lab", page_icon=ICON, layout="wide")
 navigation = st.navigation(
     {
         "": [at("start", "Start", "explore", default=True)],
-        "Layers": [at("lens", "Logit lens", "stacked_line_chart")],
+        "Layers": [at("lens", "Logit lens", "stacked_line_chart"), at("cka", "Layer alignment (CKA)", "grid_on")],
         "Memory": [
+            at("gates", "Gates", "door_open"),
             at("rows", "Rows", "table_rows"),
             at("sensitivity", "What it is for", "query_stats"),
             at("hash", "Hash", "tag"),

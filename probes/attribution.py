@@ -85,7 +85,10 @@ def parts(handle: Handle, read: MemoryRead, targets: Tensor) -> Parts:
     for memory, rows, gate in zip(memories(handle), read.read[:, 0], read.gate[:, 0], strict=True):
         # W_V^T along: what each number read is multiplied with, [pos, order, head, head_dim].
         weight = (along @ memory.value.weight.double()).view(rows.shape)
-        by_head.append(((rows.double() * weight).sum(-1) * gate.double().unsqueeze(-1)).permute(1, 2, 0))
+        # Rows may lie on the host (place_tables).
+        by_head.append(
+            ((rows.to(along.device).double() * weight).sum(-1) * gate.double().unsqueeze(-1)).permute(1, 2, 0)
+        )
     from_rows = torch.stack(by_head)
     return Parts(
         logit=(states[-1] * along).sum(-1),

@@ -1,7 +1,8 @@
 """What a memory is needed for: loss on sets of texts with it intact, changed or off.
 
 Axes: set (of texts), condition (the first is the model as it is; then each control; then the second model), item.
-An item is a text and the answer that ends it; only the answer's tokens are scored. Without an answer all tokens are.
+An item is a text and the answer that ends it; only the answer's tokens are scored. Without an answer all tokens are,
+but, as in the lens, not what a special token that leads the text predicts.
 """
 
 from __future__ import annotations
@@ -140,12 +141,13 @@ def run(handles: Sequence[Handle], config: SensitivityConfig, progress: Progress
 
 
 def _encode(handle: Handle, item: Item) -> tuple[tuple[int, ...], int]:
-    """(ids, first scored position): the tokens that end behind the text, of a whole text all but the first."""
+    """(ids, first scored position): the tokens that end behind the text; of a whole text see above."""
     ids = handle.encode(item.text + item.answer)
     if not item.answer:
-        if len(ids) < 2:
+        first = 2 if handle.is_special(ids[0]) else 1
+        if len(ids) <= first:
             raise DataError(f'The text "{item.text}" is one token for {handle.name}, which leaves nothing to score.')
-        return ids, 1
+        return ids, first
     if not handle.lossless(item.text + item.answer, ids):
         raise DataError(
             f'The tokenizer of {handle.name} changes the text "{item.text[-40:]}{item.answer}", so its answer cannot '

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-FRONTS = ("lens", "gates", "rows", "sensitivity")  # the probes of probes.PROBES, in the order of --help
+FRONTS = ("lens", "cka", "gates", "rows", "sensitivity")  # the probes of probes.PROBES, in the order of --help
 
 
 def front(probe: str) -> ModuleType:

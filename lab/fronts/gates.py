@@ -73,8 +73,11 @@ def options(config: GatesConfig) -> list[str]:
     ]
     flags += [arguments.flag("control", control) for control in config.controls]
     flags += ["--knock-out"] if config.knock_out else []
-    numbers = ("min-count", "ranked", "seed", "bootstrap")
-    return [*flags, *(arguments.flag(name, getattr(config, name.replace("-", "_"))) for name in numbers)]
+    # Of a ranking, only what is not as by default: one prompt has none.
+    defaults = {"min-count": 5, "ranked": 12}
+    chosen = {name: getattr(config, name.replace("-", "_")) for name in defaults}
+    flags += [arguments.flag(name, value) for name, value in chosen.items() if value != defaults[name]]
+    return [*flags, arguments.flag("seed", config.seed), arguments.flag("bootstrap", config.bootstrap)]
 
 
 def files(config: GatesConfig) -> dict[str, str]:
@@ -84,11 +87,12 @@ def files(config: GatesConfig) -> dict[str, str]:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The gates at each position of one prompt, or their distribution over a text set."""
-    from lab import gates_figures
+    from lab.gates_figures import gate_map
+    from lab.gates_summaries import histogram
 
     if report.config.detail and len(report.config.prompts) == 1:
-        return gates_figures.gate_map(report, mode)
-    return gates_figures.histogram(report, mode)
+        return gate_map(report, mode)
+    return histogram(report, mode)
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,304 @@
+"""The gates of a memory: one prompt in detail with its controls, or the mean over a text set."""
+
+from __future__ import annotations
+
+import math
+
+import plotly.graph_objects as go
+import streamlit as st
+
+from lab import gates_figures, gates_summaries, page, runner, texts
+from lab.gates_figures import CHANGED, CONTROL_NAMES, KNOCK_OUT
+from models.errors import LabError
+from models.handle import Handle
+from probes.base import Report
+from probes.gates import ControlRun, GatesConfig
+
+WINDOW = 64  # positions of the map at once
+AS_IT_IS, ALL_LAYERS = "as it is", "all layers"
+FORMULA = (
+    r"g = \text{gate}\Big(\frac{\langle \mathrm{RMSNorm}(W_K e),\ \mathrm{RMSNorm}(h)\rangle}{\sqrt d}\Big),\qquad"
+    r"\text{written} = g\,W_V e + \mathrm{SiLU}(\mathrm{conv}(\mathrm{RMSNorm}(g\,W_V e))),\qquad"
+    r"\text{logit}_v = \sum_\text{parts}"
+    r"\frac{\langle \text{part},\ \gamma \odot W_U[v]\rangle}{\mathrm{rms}(h_\text{last})}"
+)
+MEANING = r"""
+$e$ is what the n-grams that end at a token read, $h$ the residual stream there. With norm weights of 1 no gate can
+open further than the **ceiling**, as $|s| \le \sqrt d$; learned weights allow $|s| \le \sqrt d\,\max|w_K w_Q|$.
+**Attribution** splits a logit exactly: the final norm divides all parts of the last residual by one number, which is
+kept as it was. All tokens share a constant in their logits, so read a share beside the others. A **knock-out** shuts
+one gate at one position and layer, for the token itself and for those behind it; what it changes at the chosen
+position is shown, each from a forward of its own. It is not the attribution: later layers answer to what is missing.
+**Rows shuffled** gives each head another of its own rows, by one permutation drawn with the seed; **rows zeroed** and
+**memory off** leave the same model, by construction, and differ in the gate alone (a zero row has a score of 0);
+**one row** cuts each head's table to its first. **Rank correlation** is Spearman's, of the gate over positions.
+Means are over all positions but a leading special token; 95 % intervals are percentiles of a bootstrap over texts.
+"""
+
+
+def main() -> None:
+    """Mode, then its page."""
+    st.title("Gates")
+    st.markdown(
+        "At which tokens does the memory open, how much comes through, what does it say, and is anything lost "
+        "without it? An open gate on the wrong rows says nothing, so every chart has its controls."
+    )
+    mode = page.mode_switch()
+    if mode == texts.SET:
+        text_set()
+    else:
+        one_prompt()
+
+
+def with_memory() -> list[Handle]:
+    """The chosen models that have a memory; LabError, with the way out, if none has."""
+    opened = runner.handles(runner.chosen_models())
+    found = [handle for handle in opened if handle.engram_layers]
+    if not found:
+        names = " nor ".join(handle.name for handle in opened)
+        without = f"{names} has no" if len(opened) == 1 else f"Neither {names} has an"
+        raise LabError(
+            f"{without} Engram memory, so there are no gates: choose a model that has one in the sidebar, such as "
+            "engram-mini."
+        )
+    return found
+
+
+def which(found: list[Handle], container: st.delta_generator.DeltaGenerator) -> Handle:
+    """The model shown: a choice where both have a memory."""
+    names = [handle.name for handle in found]
+    if len(names) == 1:
+        return found[0]
+    page.keep_within("of", names, names[0])
+    return found[names.index(container.selectbox("Model shown", names, key="of", bind="query-params", width=230))]
+
+
+def target_box() -> None:
+    """What the attribution and the knock-out are about."""
+    st.text_input(
+        "Target token",
+        key="target",
+        bind="query-params",
+        help="May be left empty: then it is the prompt's next token, and behind the prompt the model's own guess. "
+        "A text that is one token; most words begin with a space.",
+    )
+
+
+def one_prompt() -> None:
+    """The request, then the map, the coloured prompt, the controls, the attribution."""
+    prompt = page.prompt_box(beside=target_box)
+    found = with_memory()
+    first = st.container(horizontal=True, vertical_alignment="bottom")
+    handle = which(found, first)
+    last = len(handle.encode(prompt)) - 1
+    page.keep_within("pos", range(last + 1), last)
+    position = first.number_input(
+        "Position", 0, last, last, key="pos", bind="query-params", width=150, help="Where the target is read."
+    )
+    knock_out = first.toggle(
+        "Knock-outs", key="knock_out", bind="query-params", on_change=look_at_knock_outs,
+        help="Shut each gate up to the position, one at a time: a forward for every position and layer.",
+    )  # fmt: skip
+    control = control_choice(handle)
+    config = GatesConfig(
+        models=(handle.name,),
+        prompts=(prompt,),
+        target=st.session_state["target"] or None,
+        position=int(position) if knock_out else None,
+        controls=(control,) if control else (),
+        knock_out=knock_out,
+        seed=int(st.session_state.get("seed", 0)) if control.startswith("shuffled") else 0,
+    )
+    report = runner.run("gates", config)
+    if report is None:
+        return
+    run = report.result.controls[0] if control else None
+    drawn = {"map": the_map(report, int(position), run)}
+    if run is not None:
+        drawn["lens"] = control_effects(report, run)
+    drawn["attribution"] = gates_summaries.attribution_bars(report, int(position), runner.mode())
+    st.subheader("What came through, and what it says")
+    st.plotly_chart(drawn["attribution"], theme=None, key="bars")
+    page.how(report, FORMULA, MEANING)
+    page.exports(report, drawn)
+
+
+def look_at_knock_outs() -> None:
+    """Show the knock-outs that were just asked for."""
+    st.session_state["shown"] = KNOCK_OUT if st.session_state["knock_out"] else gates_figures.GATE
+
+
+def control_choice(handle: Handle) -> str:
+    """The chosen control as the request has it, "" for none; its layer, and the seed of a shuffle."""
+    row = st.container(horizontal=True, vertical_alignment="bottom")
+    words = {AS_IT_IS: "", **{word: name for name, word in CONTROL_NAMES.items()}}
+    chosen = row.segmented_control(
+        "Control", list(words), default=AS_IT_IS, required=True, key="control", bind="query-params",
+        help="The same prompt with the memory changed, beside the memory as it is.",
+    )  # fmt: skip
+    name = words[chosen]
+    if not name:
+        return ""
+    layers = {ALL_LAYERS: "", **{f"layer {n}": f"@{n}" for n in handle.engram_layers}}
+    page.keep_within("at", list(layers), ALL_LAYERS)
+    at = row.segmented_control(
+        "Acts at", list(layers), default=ALL_LAYERS, required=True, key="at", bind="query-params"
+    )
+    if name == "shuffled":
+        row.number_input("Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", width=130, help="Of the shuffle.")
+    return name + layers[at]
+
+
+def clicked() -> None:
+    """Take the position that was clicked on the map as the one to look at."""
+    points = st.session_state["map"].selection.points
+    if points:
+        st.session_state["pos"] = int(points[0]["x"])
+
+
+def the_map(report: Report, position: int, control: ControlRun | None) -> go.Figure:
+    """Positions x (layer, branch), and the prompt on the same colours."""
+    st.subheader("Token by token")
+    result, mode = report.result, runner.mode()
+    options = gates_figures.offered(report)
+    row = st.container(horizontal=True, vertical_alignment="bottom")
+    page.keep_within("shown", options, options[0])
+    what = row.selectbox(
+        "Shown", options, key="shown", bind="query-params", width=240,
+        help="With knock-outs there are also the changes of the target's logit and log-probability.",
+    )  # fmt: skip
+    starts = list(range(0, len(gates_figures.tokens_of(report)), WINDOW))
+    page.keep_within("from", starts, 0)
+    start = row.selectbox(
+        "From position", starts, key="from", bind="query-params", disabled=len(starts) == 1, width=150,
+        help=f"The map shows {WINDOW} positions at a time.",
+    )  # fmt: skip
+    changed = control if what in CHANGED else None
+    difference = changed is not None and row.toggle(
+        "Difference", key="difference", bind="query-params", help="Control minus as it is, in place of both."
+    )
+    figure = gates_figures.gate_map(report, mode, what, (start, start + WINDOW), position, changed, difference)
+    with st.container(key="map_scroll"):
+        st.plotly_chart(
+            figure,
+            theme=None,
+            width=int(figure.layout.width),
+            key="map",
+            on_select=clicked,
+            selection_mode="points",
+            config={"displayModeBar": False},
+        )
+    note = "Click a cell to read the target there."
+    if control is not changed:
+        note += f" The control changes the {' and the '.join(CHANGED)}; this is the memory as it is."
+    st.caption(note)
+    layers = list(result.layers)
+    page.keep_within("memory", layers, layers[0])
+    layer = st.segmented_control(
+        "The prompt, coloured by memory layer", layers, default=layers[0], required=True, key="memory",
+        bind="query-params",
+    )  # fmt: skip
+    st.html(gates_figures.chips(report, what, layers.index(layer), mode))
+    if changed is not None:
+        st.caption(f"and with {gates_figures.control_name(changed.control)}:")
+        st.html(gates_figures.chips(report, what, layers.index(layer), mode, changed))
+    return figure
+
+
+def control_effects(report: Report, control: ControlRun) -> go.Figure:
+    """What the control does to the loss, the prediction, the order of the gates and the lens."""
+    result, name = report.result, gates_figures.control_name(control.control)
+    st.subheader(f"With {name}")
+    row = st.container(horizontal=True)
+    if control.mean_loss is not None:
+        row.metric("Loss as it is, nats", f"{result.mean_loss:.3f}", width=165)
+        row.metric(
+            f"Loss, {name}", f"{control.mean_loss:.3f}", f"{control.mean_loss_change:+.3f}", "inverse", width=165
+        )
+    row.metric(
+        "KL of the prediction, nats", f"{control.mean_final_kl:.3f}", width=165,
+        help="KL(as it is ‖ control) of the next-token distributions, mean over positions.",
+    )  # fmt: skip
+    for layer, kept in zip(result.layers, control.rank_correlation.mean(axis=1), strict=True):
+        row.metric(
+            f"Gate's rank corr., layer {layer}", "constant" if math.isnan(kept) else f"{kept:.2f}", width=190,
+            help="Spearman's, of the gate over positions with the control and without; 1 is the same order.",
+        )  # fmt: skip
+    curves = gates_summaries.lens_curves(report, control, runner.mode())
+    st.plotly_chart(curves, theme=None, key="curves")
+    return curves
+
+
+def text_set() -> None:
+    """Gates over many texts: histogram, controls, n-grams with the highest and lowest gates."""
+    lines = page.text_set(texts.held_out())
+    seed, bootstrap = page.resampling()
+    found = with_memory()
+    row = st.container(horizontal=True, vertical_alignment="bottom")
+    handle = which(found, row)
+    places = ["", *(f"@{n}" for n in handle.engram_layers)]
+    words = {gates_figures.control_name(name + at): name + at for at in places for name in CONTROL_NAMES}
+    kept = st.session_state.get("controls")
+    if kept is not None:
+        st.session_state["controls"] = [word for word in kept if word in words]
+    chosen = row.multiselect(
+        "Controls", list(words), list(words)[:1], key="controls", bind="query-params", width=440,
+        help="Each runs the texts once more with the memory changed.",
+    )  # fmt: skip
+    min_count = row.number_input(
+        "Smallest count", 1, 1000, 5, key="min_count", bind="query-params", width=150,
+        help="N-grams found less often are not ranked.",
+    )  # fmt: skip
+    config = GatesConfig(
+        models=(handle.name,),
+        prompts=lines,
+        controls=tuple(words[word] for word in chosen),
+        seed=seed,
+        bootstrap=bootstrap,
+        min_count=int(min_count),
+        detail=False,
+    )
+    report = runner.run("gates", config)
+    if report is None:
+        return
+    figure = gates_summaries.histogram(report, runner.mode())
+    st.plotly_chart(figure, theme=None, key="histogram")
+    st.subheader("With the memory changed")
+    st.dataframe(gates_summaries.control_rows(report), hide_index=True, key="control_rows")
+    ranking(report, handle)
+    page.how(report, FORMULA, MEANING)
+    page.exports(report, {"histogram": figure})
+
+
+def ranking(report: Report, handle: Handle) -> None:
+    """The n-grams at which a layer opens most and least."""
+    st.subheader("Where it opens most, and least")
+    row = st.container(horizontal=True)
+    layers = list(report.result.layers)
+    page.keep_within("memory", layers, layers[0])
+    layer = row.segmented_control(
+        "Memory layer", layers, default=layers[0], required=True, key="memory", bind="query-params"
+    )
+    orders = list(range(2, handle.model.config.engram_max_ngram_size + 1))
+    page.keep_within("order", orders, orders[0])
+    order = row.segmented_control(
+        "N-grams of", orders, default=orders[0], required=True, key="order", bind="query-params",
+        help="How many canonical tokens; the gate is one for all orders together.",
+    )  # fmt: skip
+    for column, title, highest in zip(
+        st.columns(2), ("Highest mean gate", "Lowest mean gate"), (True, False), strict=True
+    ):
+        with column:
+            st.markdown(f"**{title}**")
+            rows = gates_summaries.ngram_rows(report, layer, order, highest)
+            if rows:
+                st.dataframe(rows, hide_index=True, key=f"ngrams_{title[:4]}", column_config=NUMBERS)
+            else:
+                st.caption("No n-gram was found so often: lower the smallest count, or take more texts.")
+
+
+NUMBERS = {
+    "mean gate": st.column_config.NumberColumn(format="%.3f"),
+    "mean written norm": st.column_config.NumberColumn(format="%.2f"),
+}
+main()
