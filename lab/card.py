@@ -59,31 +59,36 @@ def training_table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def lens_table(report: Report) -> str:
-    """Mean KL by layer, settle depth and loss of two models on a text set, with their difference."""
+    """Mean KL by layer under both lenses, settle depth, final entropy and loss of two models, with their difference."""
     a, b = report.result.models
     d = report.result.difference
 
-    def row(title: str, field: str, i: int | None = None) -> list[str]:
+    def row(title: str, field: str, tuned: bool = False, i: int | None = None) -> list[str]:
+        sources = [(lens.tuned if tuned else lens, f"mean_{field}") for lens in (a, b)]
+        sources.append((d, ("tuned_" if tuned else "") + ("mean_kl" if field == "kl" else field)))
         cells = []
-        for source, name in ((a, f"mean_{field}"), (b, f"mean_{field}"), (d, "mean_kl" if field == "kl" else field)):
+        for source, name in sources:
             parts = [getattr(source, name + end) for end in ("", "_low", "_high")]
             value, low, high = (part if i is None or part is None else float(part[i]) for part in parts)
             cells.append(interval(value, low, high))
         return [title, *cells]
 
-    rows = [row(f"KL(final, {layer}), nats", "kl", i) for i, layer in enumerate(a.layer_names)]
-    rows += [row("settle depth, layers", "settle_depth"), row("loss, nats a token", "loss")]
+    rows = []
+    for lens, tuned in (("logit lens", False), ("tuned lens", True)):
+        rows += [row(f"{lens}, KL(final, {layer}), nats", "kl", tuned, i) for i, layer in enumerate(a.layer_names)]
+        rows.append(row(f"{lens}, settle depth, layers", "settle_depth", tuned))
+    rows += [row("final entropy, nats", "final_entropy"), row("loss, nats a token", "loss")]
     return table(["", a.name, b.name, "difference"], rows)
 
 
 def measure(first: str, second: str, prompts: tuple[str, ...]) -> Report:
-    """The lens of two shipped models on a text set."""
+    """Both lenses of two shipped models on a text set."""
     from models.handle import open_model
     from probes import logit_lens
 
     handles = [open_model(first), open_model(second)]
     try:
-        config = logit_lens.LensConfig(models=(first, second), prompts=prompts, detail=False)
+        config = logit_lens.LensConfig(models=(first, second), prompts=prompts, detail=False, tuned=True)
         return logit_lens.run(handles, config)
     finally:
         for handle in handles:

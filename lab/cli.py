@@ -1,4 +1,4 @@
-"""The command line: `engram-lab app | models | probe | train | ship | card | bench | gpu-check`.
+"""The command line: `engram-lab app | models | probe | lens | rows | train | ship | card | bench | gpu-check`.
 
 Exit codes: 0; 2 for a bad request, with one sentence on stderr; 130 for an interrupt. Heavy imports wait for the
 command that needs them.
@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lab import card, ship, train_command
+from lab import card, lens_command, models_command, rows_command, ship, train_command
 from lab.fronts import FRONTS, arguments, front
 
 BAD_REQUEST, INTERRUPTED = 2, 130
+# What is measured -> the module with a function of that name.
+BENCHMARKS = {"lens": "lab.benchmarks", "trace": "lab.benchmarks", "cka": "lab.bench_cka", "kv_map": "lab.bench_kv"}
 
 
 class BadUsageError(Exception):
@@ -48,8 +50,8 @@ def build_parser() -> Parser:
     app.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     app.add_argument("--port", type=int, default=8501, help="port (default %(default)s)")
 
-    models = command("models", "list the models that can be opened without a network", run_models)
-    models.add_argument("--json", action="store_true", help="as JSON")
+    about = "list the models that can be opened without a network, or get a stronger one"
+    models_command.add_arguments(command("models", about, models_command.run))
 
     probe = commands.add_parser("probe", help="run a probe without a browser")
     probes = probe.add_subparsers(title="probes", required=True, metavar="PROBE", parser_class=Parser)
@@ -64,12 +66,16 @@ def build_parser() -> Parser:
         front(name).add_arguments(made)
         arguments.add_outputs(made)
 
+    lens = commands.add_parser("lens", help="fit the tuned lens of a model")
+    fit = lens.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
+    lens_command.add_arguments(command("fit", "fit a translator for each layer on a text", lens_command.run, fit))
+    rows_command.add_arguments(commands.add_parser("rows", help="count the reads of a memory's rows"))
     train_command.add_arguments(command("train", "train an Engram, or its dense twin", train_command.run))
     ship.add_arguments(command("ship", "put a finished run into model folders with cards", ship.run))
     card.add_arguments(command("card", "print the model card of the shipped models, measured now", card.run))
 
     bench = command("bench", "measure the lab's own speed against its floor", run_bench)
-    bench.add_argument("what", choices=["lens", "trace"], help="what to measure")
+    bench.add_argument("what", choices=list(BENCHMARKS), help="what to measure")
     bench.add_argument("--json", metavar="FILE", default="-", help="where to write the figures (default: stdout)")
 
     gpu = command("gpu-check", "compare every probe on the GPU with the CPU", run_gpu_check)
@@ -82,19 +88,6 @@ def run_app(args: argparse.Namespace) -> int:
     from lab import server
 
     server.main(args.host, args.port)
-    return 0
-
-
-def run_models(args: argparse.Namespace) -> int:
-    """The models that can be opened offline."""
-    from models.loading import list_models
-
-    found = list_models()
-    if args.json:
-        keys = ("name", "where", "model_type", "weight_bytes")
-        print(json.dumps([{key: getattr(model, key) for key in keys} for model in found], indent=1))
-    for model in () if args.json else found:
-        print(f"{model.name:32} {model.where:8} {model.model_type:14} {model.weight_bytes / 1e6:8.1f} MB")
     return 0
 
 
@@ -123,8 +116,8 @@ def run_probe(args: argparse.Namespace) -> int:
 
 def run_bench(args: argparse.Namespace) -> int:
     """Measure, and write the figures."""
-    benchmarks = importlib.import_module("lab.benchmarks")
-    write(args.json, json.dumps(getattr(benchmarks, args.what)(), indent=1) + "\n")
+    measure = getattr(importlib.import_module(BENCHMARKS[args.what]), args.what)
+    write(args.json, json.dumps(measure(), indent=1) + "\n")
     return 0
 
 
@@ -167,6 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before anything of it is imported: no bars and no advice of transformers between the lines of a script.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # Threads that wait for each other must not spin for long: beside another busy process the lens took ten times as
+    # long, as each waited at its barriers for one that had no processor.
+    os.environ.setdefault("GOMP_SPINCOUNT", "100")
     try:
         args = build_parser().parse_args(argv)
         code: int = args.call(args)

@@ -13,9 +13,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from lab import labels
+from lab.card import interval
 from lab.theme import MONO, PALETTES, SEQUENTIAL, Mode, template, translucent
 from models.errors import LabError
 from probes.base import Report
+from probes.lens_result import ModelLens, Reading
 
 Measure = Literal["kl", "entropy", "target_prob", "target_rank"]
 # What is shown -> (name in the title, its unit at the colour bar)
@@ -26,6 +28,8 @@ MEASURES: dict[Measure, tuple[str, str]] = {
     "target_rank": ("Rank of the target", "rank (0 = top)"),
 }
 COLUMN, ROW = 62, 30  # pixels of a cell of the map
+# Under the axis and its title: above the plot, the rows of a narrow page would run into the subtitle.
+BELOW = {"y": 0, "yref": "container", "yanchor": "bottom"}
 LAYER_AXIS = "residual stream after block (embed: before block 0)"
 Memory = Mapping[str, Sequence[int]]  # model name -> its memory layers
 
@@ -67,16 +71,18 @@ def _curve(
     high: np.ndarray | None,
     memory: Sequence[int],
     band: str,
+    tuned: bool = False,
 ) -> None:
-    """A line over layers with its band; memory layers are diamonds."""
+    """A line over layers with its band; memory layers are diamonds, the tuned lens is dotted with open marks."""
     colour = PALETTES[mode].series[series]
+    name = f"{name}, tuned lens" if tuned else name
     x = list(range(len(mean)))
     if low is not None and high is not None:
         figure.add_scatter(
             x=[*x, *reversed(x)],
             y=[*high, *low[::-1]],
             fill="toself",
-            fillcolor=translucent(colour, 0.16),
+            fillcolor=translucent(colour, 0.09 if tuned else 0.16),
             line={"width": 0},
             hoverinfo="skip",
             showlegend=False,
@@ -94,10 +100,13 @@ def _curve(
         x=x,
         y=list(mean),
         mode="lines+markers",
-        line={"color": colour, "width": 2.5, "dash": "solid" if series == 0 else "dash"},
+        line={"color": colour, "width": 2.5, "dash": "dot" if tuned else "dash" if series == 1 else "solid"},
         marker={
             "size": [12 if m else 7 for m in at_memory],
-            "symbol": ["diamond" if m else "circle" if series == 0 else "square" for m in at_memory],
+            "symbol": [
+                ("diamond" if m else "square" if series == 1 else "circle") + ("-open" if tuned else "")
+                for m in at_memory
+            ],
             "color": colour,
         },
         hovertext=hover,
@@ -111,7 +120,8 @@ def lens_curves(report: Report, mode: Mode = "light", memory: Memory | None = No
     """Mean KL by layer for each model.
 
     The band is the 10th to 90th percentile of positions for one prompt, the 95 % bootstrap interval of the mean over
-    prompts for several. `memory` names the blocks to mark.
+    prompts for several. `memory` names the blocks to mark. The tuned lens is drawn beside the logit lens if the report
+    has it.
     """
     models = report.result.models
     n_prompts = len(report.config.prompts)
@@ -120,17 +130,33 @@ def lens_curves(report: Report, mode: Mode = "light", memory: Memory | None = No
         band, of = "10th to 90th percentile", f"mean over {counts} positions"
     else:
         band, of = "95 % interval of the mean", f"mean over {counts} positions of {n_prompts} texts"
-    figure = titled(mode, "How far each layer's prediction is from the final one", f"{of}; band: {band}", 420)
+    final = ",<br>".join(f"{labels.plotly(lens.name)} {with_interval(lens, 'mean_final_entropy')}" for lens in models)
+    figure = titled(
+        mode,
+        "How far each layer's prediction is from the final one",
+        f"{of}; band: {band}<br>entropy of the final prediction, nats: {final}",
+        510,
+        legend=BELOW,
+        margin={"t": 112},
+    )
     for n, lens in enumerate(models):
-        low, high = (lens.kl_p10, lens.kl_p90) if n_prompts == 1 else (lens.mean_kl_low, lens.mean_kl_high)
-        _curve(
-            figure, mode, n, lens.name, lens.layer_names, lens.mean_kl, low, high,
-            (memory or {}).get(lens.name, ()), band,
-        )  # fmt: skip
+        for reading, tuned in readings(lens):
+            low, high = (
+                (reading.kl_p10, reading.kl_p90) if n_prompts == 1 else (reading.mean_kl_low, reading.mean_kl_high)
+            )
+            _curve(
+                figure, mode, n, lens.name, lens.layer_names, reading.mean_kl, low, high,
+                (memory or {}).get(lens.name, ()), band, tuned,
+            )  # fmt: skip
     _layer_axis(figure, max((lens.layer_names for lens in models), key=len))
     figure.update_yaxes(title_text="KL(final ‖ layer), nats", rangemode="tozero")
     _fit_to_blocks(figure)
     return figure
+
+
+def readings(lens: ModelLens) -> list[tuple[Reading, bool]]:
+    """(reading, whether it is the tuned lens) of a model: the logit lens, then the tuned one if it was asked for."""
+    return [(lens, False), *([(lens.tuned, True)] if lens.tuned is not None else [])]
 
 
 def _fit_to_blocks(figure: go.Figure) -> None:
@@ -145,7 +171,9 @@ def _fit_to_blocks(figure: go.Figure) -> None:
         return
     room = 0.08 * (high - low)
     figure.update_yaxes(range=[low - room if low < 0 else 0, high + room], rangemode="normal")
-    away = "<br>".join(f"{'↑' if trace.y[0] > 0 else '↓'} {trace.y[0]:.3g}" for trace in lines)
+    away = "<br>".join(
+        f"{'↑' if trace.y[0] > 0 else '↓'} {trace.y[0]:.3g}" for trace in lines if not 2 * low <= trace.y[0] <= 2 * high
+    )
     names = list(figure.layout.xaxis.ticktext)
     figure.update_xaxes(ticktext=[f"{names[0]}<br>{away}", *names[1:]])
 
@@ -160,7 +188,7 @@ def prompt_tokens(report: Report, index: int, prompt: int = 0) -> list[labels.To
 
 
 def _colours(report: Report, what: Measure, values: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    """(values to colour, options of the heat map), the same scale for both models.
+    """(values to colour, options of the heat map), the same scale for both models and both lenses.
 
     Ranks are on a log scale, probabilities from 0 to 1. The scale of nats ends at the largest value that a block
     has at a counted position: those of embed, ten times as large, would leave no difference between blocks.
@@ -168,7 +196,8 @@ def _colours(report: Report, what: Measure, values: np.ndarray) -> tuple[np.ndar
     if what == "target_prob":
         return values, {"zmin": 0, "zmax": 1, "colorbar": {}}
     if what == "target_rank":
-        most = max(9.0, *(float(lens.target_rank.max()) for lens in report.result.models))
+        ranks = [own.target_rank for lens in report.result.models for own, _ in readings(lens)]
+        most = max(9.0, *(float(own.max()) for own in ranks if own is not None))
         marks = [r for r in (0, 1, 10, 100, 1000, 10_000, 100_000) if r <= most]
         ticks = {"tickvals": [float(np.log10(1 + r)) for r in marks], "ticktext": [f"{r:,}" for r in marks]}
         return np.log10(1 + values), {"zmin": 0, "zmax": float(np.log10(1 + most)), "colorbar": ticks}
@@ -184,21 +213,23 @@ def lens_map(
     what: Measure = "kl",
     window: tuple[int, int] | None = None,
     selected: tuple[int, int] | None = None,
+    tuned: bool = False,
 ) -> go.Figure:
     """Layer x position map of model `index` for the first prompt, the layer's top token in each cell.
 
     `name_of` gives a token's label from its id; `window` the positions shown, [first, last); `selected` a cell
-    (layer, pos) to frame. The figure is COLUMN pixels wide for each position: it is meant to scroll.
+    (layer, pos) to frame; `tuned` shows the tuned lens. COLUMN pixels wide for each position: it is meant to scroll.
     """
     lens = report.result.models[index]
+    reading = lens.tuned if tuned else lens
     tokens = prompt_tokens(report, index)
     first, last = window or (0, len(tokens))
     positions = range(first, min(last, len(tokens)))
-    values = getattr(lens, what).astype(float)[:, : len(tokens)]
+    values = getattr(reading, what).astype(float)[:, : len(tokens)]
     coloured, options = _colours(report, what, values)
     shown = coloured[:, first:last]
     n_layers = len(lens.layer_names)
-    best, probability = lens.top_ids, lens.top_probs
+    best, probability = reading.top_ids, reading.top_probs
     title, unit = MEASURES[what]
     text = [[labels.plotly(labels.short(name_of(int(best[n, p, 0])), 7)) for p in positions] for n in range(n_layers)]
     hover = [
@@ -216,7 +247,7 @@ def lens_map(
         note += f". Brightest: {options['zmax']:.3g} and more"
     figure = titled(
         mode,
-        f"{title} at each layer and position: {labels.plotly(lens.name)}",
+        f"{title} at each layer and position: {labels.plotly(lens.name)}{', tuned lens' if tuned else ''}",
         f"colour: {unit}{note}",
         160 + ROW * n_layers,
         width=190 + COLUMN * len(positions),
@@ -275,39 +306,6 @@ def lens_map(
     return figure
 
 
-def settle_histogram(report: Report, mode: Mode = "light") -> go.Figure:
-    """At which layer the final top token takes the lead for good: share of positions by layer."""
-    models = report.result.models
-    means = ", ".join(f"{labels.plotly(lens.name)} {lens.mean_settle_depth:.2f}" for lens in models)
-    figure = titled(
-        mode,
-        "Where the final top token takes the lead and keeps it",
-        f"mean settle depth, counted from embed = 0: {means}",
-        340,
-        barmode="group",
-        bargap=0.25,
-    )
-    for n, lens in enumerate(models):
-        depths = lens.settle_depth[lens.counted]
-        counts = np.bincount(depths, minlength=len(lens.layer_names))
-        share = 100 * counts / max(len(depths), 1)
-        figure.add_bar(
-            x=list(range(len(counts))),
-            y=share,
-            name=labels.plotly(lens.name),
-            marker={"color": PALETTES[mode].series[n], "pattern": {"shape": "" if n == 0 else "/"}},
-            hovertext=[
-                f"<b>{labels.plotly(lens.name)}</b><br>settles at layer {name}<br>"
-                f"{count} of {len(depths)} positions, {part:.4g} %"
-                for name, count, part in zip(lens.layer_names, counts, share, strict=True)
-            ],
-            hoverinfo="text",
-        )
-    _layer_axis(figure, max((lens.layer_names for lens in models), key=len))
-    figure.update_yaxes(title_text="share of positions, %", rangemode="tozero")
-    return figure
-
-
 def difference_curve(report: Report, mode: Mode = "light") -> go.Figure:
     """Mean KL of the first model minus the second by layer, with the paired 95 % interval over texts.
 
@@ -326,11 +324,13 @@ def difference_curve(report: Report, mode: Mode = "light") -> go.Figure:
         f"{labels.plotly(first.name)} minus {labels.plotly(second.name)}, {len(report.config.prompts)} texts; "
         f"below 0 {labels.plotly(first.name)} is nearer; band: paired 95 % interval",
         360,
-        showlegend=False,
+        showlegend=difference.tuned_mean_kl is not None,
     )
     names, band = first.layer_names, "95 % interval"
-    low, high = difference.mean_kl_low, difference.mean_kl_high
-    _curve(figure, mode, 2, "difference", names, difference.mean_kl, low, high, (), band)
+    for tuned, prefix in ((False, ""), (True, "tuned_")):
+        mean, low, high = (getattr(difference, f"{prefix}mean_kl{end}") for end in ("", "_low", "_high"))
+        if mean is not None:
+            _curve(figure, mode, 2, "difference", names, mean, low, high, (), band, tuned)
     figure.add_hline(y=0, line={"color": PALETTES[mode].quiet, "width": 1, "dash": "dot"})
     _layer_axis(figure, names)
     figure.update_yaxes(title_text="difference of mean KL, nats")
@@ -338,38 +338,7 @@ def difference_curve(report: Report, mode: Mode = "light") -> go.Figure:
     return figure
 
 
-def summary(report: Report) -> list[dict[str, str]]:
-    """Loss and settle depth of each model and their difference, as rows of a table; 95 % intervals in brackets."""
-    rows = []
-    for lens in report.result.models:
-        rows.append(
-            {
-                "": lens.name,
-                "texts": str(len(report.config.prompts)),
-                "positions": str(int(lens.counted.sum())),
-                "loss, nats a token": _interval(lens, "mean_loss"),
-                "settle depth, layers from embed": _interval(lens, "mean_settle_depth"),
-            }
-        )
-    difference = report.result.difference
-    if difference is not None:
-        (a, b), at = report.result.models, report.result.aligned
-        pairs = int((a.counted[at.pos_a] & b.counted[at.pos_b]).sum())
-        rows.append(
-            {
-                "": "difference (paired)",
-                "texts": str(len(report.config.prompts)),
-                "positions": f"{pairs} matched",
-                "loss, nats a token": _interval(difference, "loss"),
-                "settle depth, layers from embed": _interval(difference, "settle_depth"),
-            }
-        )
-    return rows
-
-
-def _interval(source: Any, name: str) -> str:
+def with_interval(source: Any, name: str) -> str:
     """A mean with its interval, or a dash where it is not defined."""
     mean, low, high = (getattr(source, name + end) for end in ("", "_low", "_high"))
-    if mean is None:
-        return "–"
-    return f"{mean:.3f}" if low is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+    return interval(mean, low, high, 3) or "–"

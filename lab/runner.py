@@ -115,9 +115,14 @@ def results() -> Results:
 
 
 def request_key(probe: str, config: Record, opened: Sequence[Handle]) -> str:
-    """One key for one request: the probe, its configuration, and the weights and the number format they run in."""
+    """One key for one request: the probe, its configuration, the weights and the number format they run in.
+
+    A probe that reads more than that from disk says what by `depends(handles, config)`.
+    """
     models = [(h.fingerprint, str(h.dtype), str(h.device)) for h in opened]
-    request = json.dumps([probe, config.to_dict(), models], sort_keys=True)
+    depends = getattr(importlib.import_module(PROBES[probe]), "depends", None)
+    more = depends(opened, config) if depends else []
+    request = json.dumps([probe, config.to_dict(), models, more], sort_keys=True)
     return hashlib.sha256(request.encode()).hexdigest()
 
 

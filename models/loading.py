@@ -6,6 +6,8 @@ Everything is read from safetensors, JSON and GGUF, never a pickle; every failur
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from models import weightfiles
 from models.errors import CheckpointError, LabError, UnknownModelError
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "models"
+FETCHABLE = ("smollm2-135m",)  # what models.download can bring
 HUB_TIMEOUT = 5.0  # seconds to wait for the hub's answer
 # What a checkpoint needs; subfolders hold other formats of the same weights.
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -65,8 +68,9 @@ class Loaded:
 
 
 def list_models() -> list[ModelInfo]:
-    """The shipped models, then the causal LMs in the local Hugging Face cache, each by name."""
+    """The shipped models, those that were got, then the causal LMs in the local Hugging Face cache, each by name."""
     found = [(folder.name, "shipped", folder) for folder in _shipped()]
+    found += [(name, "cache", fetched(name)) for name in FETCHABLE]
     found += [(name, "cache", folder) for name, folder in _cached()]
     models = []
     for name, where, folder in found:
@@ -79,6 +83,26 @@ def list_models() -> list[ModelInfo]:
         if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
             models.append(ModelInfo(name, where, folder, kind, size))
     return models
+
+
+def cache_folder() -> Path:
+    """Where the lab keeps what it downloaded: ENGRAM_LAB_CACHE, else engram-lab in the user's cache folder."""
+    if chosen := os.environ.get("ENGRAM_LAB_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "")
+        if not base.is_absolute():  # the standard says to pass over a relative one
+            base = Path.home() / ".cache"
+    return base / "engram-lab"
+
+
+def fetched(name: str) -> Path:
+    """The folder of a model of FETCHABLE; it is there, and then whole, once models.download has brought it."""
+    return cache_folder() / "models" / name
 
 
 def _shipped() -> list[Path]:
@@ -106,11 +130,15 @@ def resolve(name: str, trust_remote_code: bool = False) -> Path:
         raise UnknownModelError(f"No model was named; {_shipped_sentence()}")
     if (SHIPPED / name / "config.json").is_file():
         return SHIPPED / name
+    if name in FETCHABLE and (fetched(name) / "config.json").is_file():
+        return fetched(name)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix.lower() != ".gguf":
         raise UnknownModelError(f'"{name}" is a file, but not .gguf: give the folder that holds config.json.')
     if path.exists():
         return path
+    if name in FETCHABLE:
+        raise UnknownModelError(f'"{name}" is not here yet; get it with: engram-lab models get {name}')
     if name[0] in "./~\\" or name.count("/") > 1 or name.lower().endswith(".gguf"):
         raise UnknownModelError(f'There is no file or folder "{name}"; {_shipped_sentence()}')
     return _from_hub(name, trust_remote_code)
@@ -184,6 +212,10 @@ def choose_dtype(dtype: str | torch.dtype | None, device: torch.device, stored: 
 
 def load(path: Path, device: torch.device, dtype: str | torch.dtype | None, trust_remote_code: bool) -> Loaded:
     """Read the checkpoint at `path` (see resolve) onto `device`, in eval mode; else CheckpointError."""
+    if (path / "graft.json").is_file():
+        from models.graft import load_grafted
+
+        return load_grafted(path, device, dtype, trust_remote_code)
     with _quiet():
         if path.is_file():
             loaded = _load_gguf(path, device, dtype)

@@ -1,4 +1,4 @@
-"""The logit lens: one prompt in detail, or the mean over a text set."""
+"""The logit lens and the tuned lens: one prompt in detail, or the mean over a text set."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import figures, labels, page, runner, texts
+from lab import figures, labels, lens_summaries, page, runner, texts
 from models.handle import Handle
 from probes.base import Report
-from probes.logit_lens import LensConfig
+from probes.logit_lens import LensConfig, TunedReading
+from probes.tuned_lens import find
 
 WINDOW = 64  # positions of the map at once
 # What the map's colours can show, in the words of the URL.
@@ -25,10 +26,17 @@ FORMULA = (
     r"\mathrm{KL}(p_\text{final} \,\|\, p_\text{layer}) = \sum_{v} p_\text{final}(v)\,"
     r"\ln\frac{p_\text{final}(v)}{p_\text{layer}(v)}\ \text{nats},"
     r"\qquad p_\text{layer} = \mathrm{softmax}\big(W_U\,\mathrm{norm}(h_\text{layer})\big)"
+    r"\ \text{or, tuned,}\ \mathrm{softmax}\big(W_U\,\mathrm{norm}"
+    r"(h_\text{layer} + A_\text{layer} h_\text{layer} + b_\text{layer})\big)"
 )
+LENSES = ("logit lens", "tuned lens")
 MEANING = r"""
 $h_\text{layer}$ is the residual stream after the block (`embed`: before block 0), read through the model's own final
 norm and output matrix $W_U$, in float32. The last layer is the model's own prediction, so its KL is exactly 0.
+The **tuned lens** ([Belrose et al.](https://arxiv.org/abs/2303.08112)) puts an affine translator before that, one for
+each layer but the last: it starts at zero and is fitted to the least KL on other text (`engram-lab lens fit`). Where
+the logit lens is far off and the tuned lens near, the layer held the prediction in a basis of its own. KL is relative
+to the final prediction, so models of different **final entropy** are compared with care.
 **Entropy** is that of $p_\text{layer}$. **Settle depth** is the first layer from which on the top token stays the
 final one, counted from embed = 0. **Rank** counts the tokens with a larger logit, so 0 is the top. Means are over all
 positions but a leading special token, which stands for no text. 95 % intervals are percentiles of a bootstrap over
@@ -41,7 +49,8 @@ def main() -> None:
     st.title("Logit lens")
     st.markdown(
         "Read every layer as if it were the last: what would the model predict if it stopped there, "
-        "and how far is that from what it says in the end?"
+        "and how far is that from what it says in the end? The tuned lens first carries each layer over into the "
+        "basis of the last."
     )
     mode = page.mode_switch()
     if mode == texts.SET:
@@ -57,15 +66,32 @@ def one_prompt() -> None:
     opened = runner.handles(names)
     page.show_tokens(opened, prompt)
     target, top_k = st.session_state["target"], int(st.session_state["top"])
-    config = LensConfig(models=names, prompts=(prompt,), target=target or None, top_k=top_k)
+    tuned = tuned_switch(opened)
+    config = LensConfig(models=names, prompts=(prompt,), target=target or None, top_k=top_k, tuned=tuned)
     report = runner.run("lens", config)
     if report is None:
         return
     curves = show_curves(report, opened)
     layer, pos, shown = the_map(report, opened)
     cell(report, opened, layer, pos)
-    st.plotly_chart(figures.settle_histogram(report, runner.mode()), theme=None, key="settle")
+    st.plotly_chart(lens_summaries.settle_histogram(report, runner.mode()), theme=None, key="settle")
     page.exports(report, {"curves": curves, "map": shown})
+
+
+def tuned_switch(opened: list[Handle]) -> bool:
+    """Whether the tuned lens is shown too; on by default where all of the models have translators."""
+    missing = [handle.name for handle in opened if find(handle) is None]
+    page.keep_within("tuned", [False] if missing else [False, True], False)
+    tuned = st.toggle(
+        "Tuned lens", not missing, key="tuned", bind="query-params", disabled=bool(missing),
+        help="Beside the logit lens, in dotted lines with open marks.",
+    )  # fmt: skip
+    for name in missing:
+        st.caption(
+            f"No tuned lens has been fitted for {labels.markdown(name)}; fit it with "
+            f"`engram-lab lens fit --model {name} --text FILE`."
+        )
+    return tuned
 
 
 def target_and_top() -> None:
@@ -85,8 +111,22 @@ def show_curves(report: Report, opened: list[Handle]) -> go.Figure:
     """The curves of both modes, with how they were computed."""
     curves = figures.lens_curves(report, runner.mode(), {h.name: h.engram_layers for h in opened})
     st.plotly_chart(curves, theme=None, key="curves")
+    for lens in report.result.models:
+        if lens.tuned is not None:
+            st.caption(fitted_on(lens.name, lens.tuned))
     page.how(report, FORMULA, MEANING)
     return curves
+
+
+def fitted_on(name: str, tuned: TunedReading) -> str:
+    """What the translators of a model were fitted on, and whether that text is shown here."""
+    fit, n = tuned.fit, tuned.prompts_in_fit
+    held_out = f"{fit.logit_kl[1:].mean():.2f} to {fit.tuned_kl[1:].mean():.2f} nats"
+    told = (
+        f"Tuned lens of {name}: fitted on {fit.tokens:,} tokens of {', '.join(fit.texts)} in {fit.config.steps} "
+        f"steps; mean KL of its blocks on held-out documents from {held_out}."
+    )
+    return labels.markdown(told + (f" {n} of the texts shown are lines of that text!" if n else ""))
 
 
 def clicked(layer_names: tuple[str, ...]) -> None:
@@ -114,6 +154,9 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
     shown = controls.selectbox("Model shown", names, key="of", bind="query-params", width=230)
     index = names.index(shown)
     lens = report.result.models[index]
+    tuned = False
+    if lens.tuned is not None:
+        tuned = controls.selectbox("Lens", LENSES, key="lens", bind="query-params", width=130) == LENSES[1]
     tokens = figures.prompt_tokens(report, index)
     starts = list(range(0, len(tokens), WINDOW))
     page.keep_within("from", starts, 0)
@@ -136,6 +179,7 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
         measure,
         (start, start + WINDOW),
         (layers.index(layer), pos),
+        tuned,
     )
     with st.container(key="map_scroll"):
         st.plotly_chart(
@@ -154,6 +198,7 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
 def cell(report: Report, opened: list[Handle], layer: int, pos: int) -> None:
     """The chosen cell of each model, side by side where their positions match."""
     shown = st.session_state["of"]
+    tuned = report.config.tuned and st.session_state["lens"] == LENSES[1]
     columns = st.columns(len(opened))
     for index, (column, lens, handle) in enumerate(zip(columns, report.result.models, opened, strict=True)):
         with column.container(border=True):
@@ -163,34 +208,39 @@ def cell(report: Report, opened: list[Handle], layer: int, pos: int) -> None:
                 st.caption("It has no position that ends at the same place in the text.")
                 continue
             depth = min(layer, len(lens.layer_names) - 1)
+            reading = lens.tuned if tuned else lens
             token = figures.prompt_tokens(report, index)[at]
             st.markdown(
                 f"**{labels.markdown(lens.name)}**, layer {lens.layer_names[depth]}, position {at} "
                 f"({labels.markdown(token.label)}, id {token.id})"
             )
-            line = f"KL to the final **{lens.kl[depth][at]:.4f}** nats, entropy **{lens.entropy[depth][at]:.4f}** nats"
-            line += f"; settles at layer **{lens.layer_names[int(lens.settle_depth[at])]}**"
+            line = f"{LENSES[tuned].capitalize()}: KL to the final **{reading.kl[depth][at]:.4f}** nats, "
+            line += f"entropy **{reading.entropy[depth][at]:.4f}** nats; settles at layer "
+            line += f"**{lens.layer_names[int(reading.settle_depth[at])]}**"
             if lens.target_id is not None:
                 line += (
-                    f"; the target (id {lens.target_id}) has rank **{int(lens.target_rank[depth][at])}**, "
-                    f"probability **{lens.target_prob[depth][at]:.4f}**"
+                    f"; the target (id {lens.target_id}) has rank **{int(reading.target_rank[depth][at])}**, "
+                    f"probability **{reading.target_prob[depth][at]:.4f}**"
                 )
             st.markdown(line)
             name_of = page.namer(handle)
-            ids, probabilities = lens.top_ids[depth][at], lens.top_probs[depth][at]
+            ids, probabilities = reading.top_ids[depth][at], reading.top_probs[depth][at]
             st.dataframe(
                 pd.DataFrame(
                     {
                         "next token": [name_of(int(i)) for i in ids],
-                        "id": [int(i) for i in ids],
                         "probability": [float(p) for p in probabilities],
+                        "bar": [float(p) for p in probabilities],
+                        "id": [int(i) for i in ids],
                     }
                 ),
                 hide_index=True,
                 column_config={
-                    "probability": st.column_config.ProgressColumn(
-                        format="%.4f", min_value=0.0, max_value=1.0, color="primary"
-                    )
+                    "probability": st.column_config.NumberColumn(format="%.4f", width=90),
+                    # By itself: beside its number, a narrow column has no room for a bar.
+                    "bar": st.column_config.ProgressColumn(
+                        "", format=" ", min_value=0.0, max_value=1.0, width=90, color="primary"
+                    ),
                 },
             )
 
@@ -209,7 +259,9 @@ def text_set() -> None:
     seed, bootstrap = page.resampling()
     names = runner.chosen_models()
     opened = runner.handles(names)
-    config = LensConfig(models=names, prompts=lines, seed=seed, bootstrap=bootstrap, detail=False)
+    config = LensConfig(
+        models=names, prompts=lines, seed=seed, bootstrap=bootstrap, detail=False, tuned=tuned_switch(opened)
+    )
     report = runner.run("lens", config)
     if report is None:
         return
@@ -218,8 +270,8 @@ def text_set() -> None:
     if difference is not None and difference.mean_kl is not None:
         drawn["difference"] = figures.difference_curve(report, runner.mode())
         st.plotly_chart(drawn["difference"], theme=None, key="difference")
-    st.dataframe(figures.summary(report), hide_index=True)
-    st.plotly_chart(figures.settle_histogram(report, runner.mode()), theme=None, key="settle")
+    st.dataframe(lens_summaries.summary(report), hide_index=True)
+    st.plotly_chart(lens_summaries.settle_histogram(report, runner.mode()), theme=None, key="settle")
     page.exports(report, drawn)
 
 

@@ -1,23 +1,24 @@
-"""The logit lens: what every layer's residual would predict, through the model's own final norm and head.
+"""The lens: what every layer's residual would predict, through the model's own final norm and head.
 
-Axes: layer (0 is "embed", the residual before block 0; the last is final), pos (the prompts one after
-another, each with exactly the ids the model got), k (best first), pair (positions of two models at the
-same text).
+The logit lens reads the residual as it is, the tuned lens after an affine translator of its layer
+(probes/tuned_lens.py). Axes are those of probes/lens_result.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 
 from models.errors import AlignmentError, LabError, PromptError
 from models.handle import Handle, single_token
-from probes.base import Array, Progress, Protocol, Record, Report, arrays_of
+from probes.base import Progress, Protocol, Record, Report, arrays_of
 from probes.lens_math import LensStatistics, lens_statistics
+from probes.lens_result import Alignment, Difference, LensResult, ModelLens, TunedReading
+from probes.tuned_lens import Translators, find, open_translators
 
 # One sentence for each figure, to print beside it.
 DEFINITIONS = {
@@ -26,18 +27,22 @@ DEFINITIONS = {
     "top_ids": "The tokens with the largest logits, equals by rising id.",
     "target_rank": "How many tokens have a larger logit than the target; 0 is top.",
     "settle_depth": "The first layer from which the most likely token stays the final one.",
+    "tuned": "The same figures of the residual h after its layer's translator, h + A h + b, fitted on other text.",
+    "mean_final_entropy": "Mean entropy of the model's own prediction: KL is relative to it.",
     "next_token_loss": "Cross-entropy of the model's own prediction with the prompt's next token, in nats.",
     "mean": "Means are over all positions of all prompts except a special token that leads a prompt.",
     "interval": "95 % percentile bootstrap over prompts, which are drawn whole; for two models in pairs.",
 }
 MAX_TOP_K = 100
+TOGETHER = 512  # tokens: prompts of one length share a forward up to this
 
 
 @dataclass(frozen=True, eq=False)
 class LensConfig(Record):
     """A request: one model or two, prompts, and what to report of each position.
 
-    `target` is a text that is one token; `detail=False` leaves out top_k of each position, for sets of texts.
+    `target` is a text that is one token; `detail=False` leaves out top_k of each position, for sets of texts;
+    `tuned` adds the tuned lens, for models that have translators.
     `bootstrap` is the number of resamples drawn with `seed`. Raises PromptError or LabError.
     """
 
@@ -48,6 +53,7 @@ class LensConfig(Record):
     seed: int = 0
     bootstrap: int = 1000
     detail: bool = True
+    tuned: bool = False
 
     def __post_init__(self) -> None:
         if len(self.models) not in (1, 2):
@@ -60,87 +66,23 @@ class LensConfig(Record):
             raise LabError("The seed must be 0 or more, and the number of bootstrap resamples 1 or more.")
 
 
-@dataclass(frozen=True, eq=False)
-class ModelLens(Record):
-    """What the lens shows of one model; DEFINITIONS says what each figure is."""
-
-    name: str
-    layer_names: tuple[str, ...]
-    token_texts: tuple[str, ...]  # [pos], a byte that is no whole character as \xNN
-    prompt_index: Annotated[np.ndarray, Array("pos", dtype="int64")]
-    token_ids: Annotated[np.ndarray, Array("pos", dtype="int64")]
-    char_start: Annotated[np.ndarray, Array("pos", unit="bytes of the prompt in UTF-8", dtype="int64")]
-    char_end: Annotated[np.ndarray, Array("pos", unit="bytes of the prompt in UTF-8", dtype="int64")]
-    counted: Annotated[np.ndarray, Array("pos", dtype="bool")]  # whether the means take this position in
-    kl: Annotated[np.ndarray, Array("layer", "pos", unit="nats")]
-    entropy: Annotated[np.ndarray, Array("layer", "pos", unit="nats")]
-    settle_depth: Annotated[np.ndarray, Array("pos", unit="index into layer_names", dtype="int64")]
-    next_token_loss: Annotated[np.ndarray, Array("pos", unit="nats")]  # NaN at a prompt's last position
-    mean_kl: Annotated[np.ndarray, Array("layer", unit="nats", dtype="float64")]
-    kl_p10: Annotated[np.ndarray, Array("layer", unit="nats", dtype="float64")]
-    kl_p90: Annotated[np.ndarray, Array("layer", unit="nats", dtype="float64")]
-    mean_loss: float | None  # null if no position has a next token
-    mean_settle_depth: float | None
-    # Intervals: null for a single prompt.
-    mean_kl_low: Annotated[np.ndarray | None, Array("layer", unit="nats", dtype="float64")] = None
-    mean_kl_high: Annotated[np.ndarray | None, Array("layer", unit="nats", dtype="float64")] = None
-    mean_loss_low: float | None = None
-    mean_loss_high: float | None = None
-    mean_settle_depth_low: float | None = None
-    mean_settle_depth_high: float | None = None
-    top_ids: Annotated[np.ndarray | None, Array("layer", "pos", "k", dtype="int64")] = None
-    top_probs: Annotated[np.ndarray | None, Array("layer", "pos", "k", unit="probability")] = None
-    token_names: dict[int, str] | None = None  # text of every id in top_ids
-    target_id: int | None = None
-    target_rank: Annotated[np.ndarray | None, Array("layer", "pos", dtype="int64")] = None
-    target_prob: Annotated[np.ndarray | None, Array("layer", "pos", unit="probability")] = None
-
-
-@dataclass(frozen=True, eq=False)
-class Alignment(Record):
-    """Positions of the two models behind which the same text lies: indices into their pos axes."""
-
-    pos_a: Annotated[np.ndarray, Array("pair", dtype="int64")]
-    pos_b: Annotated[np.ndarray, Array("pair", dtype="int64")]
-
-
-@dataclass(frozen=True, eq=False)
-class Difference(Record):
-    """First model minus second over aligned positions, with the paired interval (null for one prompt).
-
-    mean_kl and settle_depth are null if the numbers of layers differ, loss if the token ids do.
-    """
-
-    mean_kl: Annotated[np.ndarray | None, Array("layer", unit="nats", dtype="float64")] = None
-    mean_kl_low: Annotated[np.ndarray | None, Array("layer", unit="nats", dtype="float64")] = None
-    mean_kl_high: Annotated[np.ndarray | None, Array("layer", unit="nats", dtype="float64")] = None
-    loss: float | None = None
-    loss_low: float | None = None
-    loss_high: float | None = None
-    settle_depth: float | None = None
-    settle_depth_low: float | None = None
-    settle_depth_high: float | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class LensResult(Record):
-    """The lens of each model, and how two compare. `axes` and `units` are those of the models' arrays."""
-
-    models: tuple[ModelLens, ...]
-    axes: dict[str, tuple[str, ...]]
-    units: dict[str, str]
-    aligned: Alignment | None = None
-    difference: Difference | None = None
-
-
 CONFIG, RESULT = LensConfig, LensResult
 
 
-def run(handles: Sequence[Handle], config: LensConfig, progress: Progress | None = None) -> Report:
-    """The lens of one model or two on the prompts of `config`, each prompt in a forward of its own.
+def depends(handles: Sequence[Handle], config: LensConfig) -> list[str]:
+    """What a result depends on beside request and weights: which translators there are now."""
+    if not config.tuned:
+        return []
+    found = [find(handle) for handle in handles]
+    return ["" if path is None else f"{path} {path.stat().st_mtime_ns}" for path in found]
 
-    All requests that cannot be served are refused before the first forward: PromptError, TargetError, and
-    AlignmentError for two models whose positions cannot be matched by text.
+
+def run(handles: Sequence[Handle], config: LensConfig, progress: Progress | None = None) -> Report:
+    """The lens of one model or two on the prompts of `config`; prompts of one length share a forward.
+
+    All requests that cannot be served are refused before the first forward: PromptError, TargetError,
+    NoTranslatorsError or CheckpointError for a tuned lens, and AlignmentError for two models whose positions cannot
+    be matched by text.
     """
     if len(handles) != len(config.models):
         raise LabError(f"The request names {len(config.models)} models, and {len(handles)} were given.")
@@ -150,22 +92,19 @@ def run(handles: Sequence[Handle], config: LensConfig, progress: Progress | None
         [_spans(handle, *each) for each in zip(config.prompts, own, strict=True)]
         for handle, own in zip(handles, ids, strict=True)
     ]
+    translators = [open_translators(handle) if config.tuned else None for handle in handles]
     aligned = _align(handles, ids, spans) if len(handles) == 2 else None
     weights = _weights(config)
 
-    def told(n: int, i: int) -> Progress | None:
-        """The progress of prompt i of model n, within the whole."""
-        if progress is None:
-            return None
-        at, steps = n * len(config.prompts) + i, len(handles) * len(config.prompts)
-        doing = f"{handles[n].name}: prompt {i + 1} of {len(config.prompts)}"
-        return lambda fraction, _: progress((at + fraction) / steps, doing)
+    def told(n: int) -> Progress | None:
+        """The progress of model n, within the whole."""
+        return progress and (lambda fraction, doing: progress((n + fraction) / len(handles), doing))
 
     models = []
     for n, handle in enumerate(handles):
-        k = config.top_k if config.detail else 0
-        read = [read_prompt(handle, own, k, targets[n], told(n, i)) for i, own in enumerate(ids[n])]
-        models.append(_model_lens(handle, ids[n], spans[n], read, targets[n], weights))
+        k = min(config.top_k, handle.vocab_size) if config.detail else 0
+        read = read_prompts(handle, ids[n], k, targets[n], translators[n], told(n))
+        models.append(_model_lens(handle, config, ids[n], spans[n], read, targets[n], translators[n], weights))
     result = LensResult(
         tuple(models),
         {name: held.axes for name, held in arrays_of(ModelLens).items()},
@@ -176,26 +115,76 @@ def run(handles: Sequence[Handle], config: LensConfig, progress: Progress | None
     return Report("lens", config, Protocol.of(handles, ids, config.seed), result)
 
 
-def read_prompt(
+def read_prompts(
     handle: Handle,
-    ids: Sequence[int],
+    ids: Sequence[Sequence[int]],
     top_k: int = 0,
     target_id: int | None = None,
+    translators: Translators | None = None,
     progress: Progress | None = None,
-) -> tuple[LensStatistics, torch.Tensor]:
-    """(statistics, next_token_loss [pos], NaN at the last) of one prompt's ids, in one forward."""
+) -> tuple[list[LensStatistics], torch.Tensor]:
+    """([logit lens, and the tuned one with `translators`], next_token_loss [pos], NaN at each prompt's last).
+
+    pos runs over the prompts in their order; those of one length go through the model together, so none is padded.
+    """
+    batches = _batches([len(own) for own in ids])
+    lenses = 1 if translators is None else 2
+    read: list[list[LensStatistics]] = [[] for _ in range(lenses)]
+    losses, done = [], 0
+
+    def tell(part: float) -> None:
+        if progress is not None:
+            progress((done + part * len(batch)) / len(ids), f"{handle.name}: prompt {done + 1} of {len(ids)}")
+
     with handle.running():
-        got = handle.residuals([ids])
-        statistics = lens_statistics(
-            got.states[:, 0],
-            handle.unembed,
-            top_k=min(top_k, handle.vocab_size),
-            target_id=target_id,
-            progress=progress,
-        )
-        following = torch.tensor(ids[1:], dtype=torch.int64, device=got.logits.device)
-        loss = torch.nn.functional.cross_entropy(got.logits[0, :-1].float(), following, reduction="none")
-        return statistics, torch.cat([loss, loss.new_full((1,), torch.nan)])
+        for batch in batches:
+            got = handle.residuals([ids[n] for n in batch])
+            for n, own in enumerate(read):
+                states = got.states if n == 0 or translators is None else translators.apply(got.states)
+                statistics = lens_statistics(
+                    states.flatten(1, 2),
+                    handle.unembed,
+                    top_k=top_k,
+                    target_id=target_id,
+                    progress=lambda fraction, _, n=n: tell((n + fraction) / lenses),  # type: ignore[misc]
+                )
+                own.append(statistics)
+            following = torch.tensor([ids[n][1:] for n in batch], dtype=torch.int64, device=got.logits.device)
+            loss = torch.nn.functional.cross_entropy(
+                got.logits[:, :-1].float().transpose(1, 2), following, reduction="none"
+            )
+            losses.append(torch.cat([loss, loss.new_full((len(batch), 1), torch.nan)], dim=1).flatten())
+            done += len(batch)
+    # From the order of the batches to that of the prompts.
+    starts = np.cumsum([0, *map(len, ids)])
+    places = [np.arange(starts[n], starts[n + 1]) for batch in batches for n in batch]
+    order = torch.from_numpy(np.argsort(np.concatenate(places))).to(handle.device)
+    return [_in_order(own, order) for own in read], torch.cat(losses)[order]
+
+
+def _batches(lengths: Sequence[int]) -> list[list[int]]:
+    """Prompts of one length, up to TOGETHER tokens, by their first prompt."""
+    alike: dict[int, list[int]] = {}
+    for n, length in enumerate(lengths):
+        alike.setdefault(length, []).append(n)
+    batches = []
+    for length, members in alike.items():
+        size = max(1, TOGETHER // length)
+        batches += [members[n : n + size] for n in range(0, len(members), size)]
+    return sorted(batches)
+
+
+def _in_order(parts: Sequence[LensStatistics], order: torch.Tensor) -> LensStatistics:
+    """Statistics of several batches as one, its positions in `order`."""
+
+    def joined(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if values[0] is None:
+            return None
+        axis = 0 if name == "settle_depth" else 1
+        return torch.cat(values, dim=axis).index_select(axis, order)
+
+    return LensStatistics(**{item.name: joined(item.name) for item in fields(LensStatistics)})
 
 
 @dataclass(frozen=True)
@@ -257,57 +246,73 @@ def _align(handles: Sequence[Handle], ids: Sequence, spans: Sequence[Sequence[_S
     return Alignment(pos_a.copy(), pos_b.copy())
 
 
+def _reading(
+    handle: Handle,
+    statistics: LensStatistics,
+    counted: np.ndarray,
+    index: np.ndarray,
+    weights: np.ndarray | None,
+) -> dict[str, Any]:
+    """The fields of a Reading."""
+    found = {item.name: getattr(statistics, item.name) for item in fields(LensStatistics)}
+    arrays: dict[str, Any] = {name: None if v is None else v.cpu().numpy() for name, v in found.items()}
+    kl, top_ids = arrays["kl"], arrays["top_ids"]
+    mean_kl, mean_kl_low, mean_kl_high = _mean(kl, counted, index, weights)
+    p10, p90 = np.quantile(kl[:, counted].astype(np.float64), [0.1, 0.9], axis=1)
+    detail = top_ids.size > 0
+    used = np.unique(top_ids).tolist()
+    names = dict(zip(used, map(_text, handle.pieces(used, whole=False)), strict=True)) if detail else None
+    del arrays["argmax"]
+    return arrays | {
+        "mean_kl": mean_kl,
+        "mean_kl_low": mean_kl_low,
+        "mean_kl_high": mean_kl_high,
+        "kl_p10": p10,
+        "kl_p90": p90,
+        **_scalars("mean_settle_depth", _mean(arrays["settle_depth"], counted, index, weights)),
+        "top_ids": top_ids if detail else None,
+        "top_probs": arrays["top_probs"] if detail else None,
+        "token_names": names,
+    }
+
+
+def _text(piece: bytes) -> str:
+    return piece.decode(errors="backslashreplace")
+
+
 def _model_lens(
     handle: Handle,
+    config: LensConfig,
     ids: Sequence[Sequence[int]],
     spans: Sequence[_Spans],
-    read: Sequence[tuple[LensStatistics, torch.Tensor]],
+    read: tuple[list[LensStatistics], torch.Tensor],
     target_id: int | None,
+    translators: Translators | None,
     weights: np.ndarray | None,
 ) -> ModelLens:
     """One model's prompts put together, with the means over them."""
-
-    def joined(name: str, axis: int) -> np.ndarray:
-        return torch.cat([getattr(statistics, name) for statistics, _ in read], dim=axis).cpu().numpy()
-
-    def text(piece: bytes) -> str:
-        return piece.decode(errors="backslashreplace")
-
     index = np.repeat(np.arange(len(ids)), [len(own) for own in ids])
     counted = np.concatenate([own.counted for own in spans])
-    kl, settle_depth = joined("kl", 1), joined("settle_depth", 0)
-    loss = torch.cat([own for _, own in read]).cpu().numpy()
-    mean_kl, mean_kl_low, mean_kl_high = _mean(kl, counted, index, weights)
-    p10, p90 = np.quantile(kl[:, counted].astype(np.float64), [0.1, 0.9], axis=1)
-    top_ids = joined("top_ids", 1)
-    detail = top_ids.size > 0
-    used = np.unique(top_ids).tolist()
+    loss = read[1].cpu().numpy()
+    logit, *rest = (_reading(handle, statistics, counted, index, weights) for statistics in read[0])
+    tuned = None
+    if translators is not None:
+        tuned = TunedReading(**rest[0], fit=translators.info, prompts_in_fit=translators.seen(config.prompts))
     return ModelLens(
         name=handle.name,
         layer_names=handle.layer_names,
-        token_texts=tuple(text(piece) for own in spans for piece in own.pieces),
+        token_texts=tuple(_text(piece) for own in spans for piece in own.pieces),
         prompt_index=index,
         token_ids=np.concatenate([np.array(own, dtype=np.int64) for own in ids]),
         char_start=np.concatenate([own.start for own in spans]),
         char_end=np.concatenate([own.end for own in spans]),
         counted=counted,
-        kl=kl,
-        entropy=joined("entropy", 1),
-        settle_depth=settle_depth,
         next_token_loss=loss,
-        mean_kl=mean_kl,
-        kl_p10=p10,
-        kl_p90=p90,
-        mean_kl_low=mean_kl_low,
-        mean_kl_high=mean_kl_high,
+        **logit,
         **_scalars("mean_loss", _mean(loss, counted, index, weights)),
-        **_scalars("mean_settle_depth", _mean(settle_depth, counted, index, weights)),
-        top_ids=top_ids if detail else None,
-        top_probs=joined("top_probs", 1) if detail else None,
-        token_names=dict(zip(used, map(text, handle.pieces(used, whole=False)), strict=True)) if detail else None,
+        **_scalars("mean_final_entropy", _mean(logit["entropy"][-1], counted, index, weights)),
         target_id=target_id,
-        target_rank=None if target_id is None else joined("target_rank", 1),
-        target_prob=None if target_id is None else joined("target_prob", 1),
+        tuned=tuned,
     )
 
 
@@ -315,17 +320,20 @@ def _difference(a: ModelLens, b: ModelLens, aligned: Alignment, weights: np.ndar
     """Means of a - b over the pairs that both count; resampled like a single model, the pairing stays."""
     index, counted = a.prompt_index[aligned.pos_a], a.counted[aligned.pos_a] & b.counted[aligned.pos_b]
 
-    def compared(name: str) -> tuple:
-        in_a, in_b = getattr(a, name)[..., aligned.pos_a], getattr(b, name)[..., aligned.pos_b]
-        return _mean(in_a.astype(np.float64) - in_b, counted, index, weights)
+    def compared(in_a: np.ndarray, in_b: np.ndarray) -> tuple:
+        values = in_a[..., aligned.pos_a].astype(np.float64) - in_b[..., aligned.pos_b]
+        return _mean(values, counted, index, weights)
 
-    fields: dict[str, Any] = {}
+    found: dict[str, Any] = _scalars("final_entropy", compared(a.entropy[-1], b.entropy[-1]))
     if np.array_equal(a.token_ids, b.token_ids):
-        fields |= _scalars("loss", compared("next_token_loss"))
+        found |= _scalars("loss", compared(a.next_token_loss, b.next_token_loss))
     if len(a.layer_names) == len(b.layer_names):
-        fields |= _scalars("settle_depth", compared("settle_depth"))
-        fields |= dict(zip(("mean_kl", "mean_kl_low", "mean_kl_high"), compared("kl"), strict=True))
-    return Difference(**fields)
+        for prefix, x, y in (("", a, b), ("tuned_", a.tuned, b.tuned)):
+            if x is not None and y is not None:
+                found |= _scalars(f"{prefix}settle_depth", compared(x.settle_depth, y.settle_depth))
+                names = [f"{prefix}mean_kl{end}" for end in ("", "_low", "_high")]
+                found |= dict(zip(names, compared(x.kl, y.kl), strict=True))
+    return Difference(**found)
 
 
 def _weights(config: LensConfig) -> np.ndarray | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from probes.base import Report
     from probes.logit_lens import LensConfig
 
-HELP = "logit lens: what each layer would predict"
+HELP = "logit lens and tuned lens: what each layer would predict"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_prompts(parser)
     parser.add_argument("--target", help="a text that is one token, whose rank and probability are reported")
     parser.add_argument("--top-k", type=int, default=5, help="tokens listed for each cell (default %(default)s)")
+    parser.add_argument("--tuned", action="store_true", help="the tuned lens too; see engram-lab lens fit")
     arguments.add_resampling(parser)
 
 
@@ -33,7 +34,9 @@ def config(args: argparse.Namespace) -> LensConfig:
     from probes.logit_lens import LensConfig
 
     prompts, detail = arguments.read_prompts(args)
-    return LensConfig(arguments.names(args), prompts, args.target, args.top_k, args.seed, args.bootstrap, detail)
+    return LensConfig(
+        arguments.names(args), prompts, args.target, args.top_k, args.seed, args.bootstrap, detail, args.tuned
+    )
 
 
 def options(config: LensConfig) -> list[str]:
@@ -43,6 +46,8 @@ def options(config: LensConfig) -> list[str]:
         flags.append(arguments.flag("target", config.target))
     if config.detail:
         flags.append(arguments.flag("top-k", config.top_k))
+    if config.tuned:
+        flags.append("--tuned")
     return [*flags, arguments.flag("seed", config.seed), arguments.flag("bootstrap", config.bootstrap)]
 
 
@@ -61,36 +66,44 @@ def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each model, position and layer; what was not asked is None.
 
-    `position` counts within its prompt; `token` is the visible label, `prompt` the index into config.prompts.
+    `position` counts within its prompt; `token` is the visible label, `prompt` the index into config.prompts; the
+    columns of the tuned lens are there if it was asked for.
     """
     import numpy as np
 
     from lab import labels
+    from lab.figures import readings
 
     for lens in report.result.models:
         index = lens.prompt_index
         position = np.arange(len(index)) - np.searchsorted(index, index)  # prompts follow each other
         losses = lens.next_token_loss
-        has_top, has_target = lens.top_ids is not None, lens.target_id is not None
         for pos in range(len(index)):
             start, end = int(lens.char_start[pos]), int(lens.char_end[pos])
             raw = report.config.prompts[int(index[pos])].encode()[start:end]
             token = labels.label(raw) if end > start else lens.token_texts[pos]
             for layer, name in enumerate(lens.layer_names):
-                yield {
+                row = {
                     "model": lens.name,
                     "prompt": int(index[pos]),
                     "position": int(position[pos]),
                     "token_id": int(lens.token_ids[pos]),
                     "token": token,
                     "layer": name,
-                    "kl_nats": float(lens.kl[layer][pos]),
-                    "entropy_nats": float(lens.entropy[layer][pos]),
-                    "top_id": int(lens.top_ids[layer][pos][0]) if has_top else None,
-                    "top_probability": float(lens.top_probs[layer][pos][0]) if has_top else None,
                     "target_id": lens.target_id,
-                    "target_rank": int(lens.target_rank[layer][pos]) if has_target else None,
-                    "target_probability": float(lens.target_prob[layer][pos]) if has_target else None,
-                    "settle_layer": lens.layer_names[int(lens.settle_depth[pos])],
                     "next_token_loss_nats": None if np.isnan(losses[pos]) else float(losses[pos]),
                 }
+                for reading, tuned in readings(lens):
+                    ids, probs = reading.top_ids, reading.top_probs
+                    rank, prob = reading.target_rank, reading.target_prob
+                    values = {
+                        "kl_nats": float(reading.kl[layer][pos]),
+                        "entropy_nats": float(reading.entropy[layer][pos]),
+                        "top_id": None if ids is None else int(ids[layer][pos][0]),
+                        "top_probability": None if probs is None else float(probs[layer][pos][0]),
+                        "target_rank": None if rank is None else int(rank[layer][pos]),
+                        "target_probability": None if prob is None else float(prob[layer][pos]),
+                        "settle_layer": lens.layer_names[int(reading.settle_depth[pos])],
+                    }
+                    row |= {f"tuned_{key}": value for key, value in values.items()} if tuned else values
+                yield row

@@ -53,7 +53,7 @@ def page(browser: Browser) -> Iterator[Page]:
 def report() -> Report:
     """The probe's own numbers for what the tests type."""
     handles = [open_model(name) for name in MODELS]
-    found = logit_lens.run(handles, LensConfig(MODELS, (PROMPT,)))
+    found = logit_lens.run(handles, LensConfig(MODELS, (PROMPT,), tuned=True))
     for handle in handles:
         handle.close()
     return found
@@ -93,11 +93,12 @@ def test_typed_prompt_draws_the_probes_curve(page: Page, address: str, report: R
     curves, cells = (redrawn(page, title, old) for title, old in zip((CURVES, MAP), before, strict=True))
     settled(page)
     lines = {t["name"]: t for t in curves if "markers" in (t["mode"] or "")}
-    assert len(lines) == 2
+    assert len(lines) == 4
     for lens in report.result.models:
-        (line,) = [t for name, t in lines.items() if name.startswith(lens.name)]
-        assert np.allclose(line["y"], lens.mean_kl, atol=1e-4)
-        assert line["y"][-1] == 0, "the last layer is the final one"
+        of_model = {"tuned" in name: t for name, t in lines.items() if name.startswith(lens.name)}
+        for line, reading in ((of_model[False], lens), (of_model[True], lens.tuned)):
+            assert np.allclose(line["y"], reading.mean_kl, atol=1e-4)
+            assert line["y"][-1] == 0, "the last layer is the final one"
     assert np.allclose(cells[0]["z"], report.result.models[0].kl, atol=1e-4)
     # The text of the prompt is shown as it is: as chips, and under the map.
     chips = page.locator(".chip:not(.special)").evaluate_all("chips => chips.map(c => c.firstChild.textContent)")

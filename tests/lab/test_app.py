@@ -13,12 +13,13 @@ import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
 
-from lab import card, figures, runner, texts
+from lab import card, figures, lens_summaries, runner, texts
 from models import loading
 from models.errors import LabError
 from models.handle import Handle
-from probes import logit_lens
+from probes import logit_lens, tuned_lens
 from probes.logit_lens import LensConfig
+from tests.probes.test_tuned_lens import translators
 
 APP = Path(runner.__file__).with_name("app.py")
 LENS = str(APP.parent.parent / "pages" / "lens.py")
@@ -27,9 +28,10 @@ LONG = "the old mill and the river " * 12
 
 
 @pytest.fixture(autouse=True)
-def lab_of_tiny_models(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def lab_of_tiny_models(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(loading, "SHIPPED", shipped)
     monkeypatch.setattr(card, "MODELS", shipped)
+    monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "cache"))
     yield
     st.cache_resource.clear()
 
@@ -143,6 +145,44 @@ def test_every_widget_changes_what_is_seen(
     assert seen(change(lens, kind, key, value)) != before
 
 
+@pytest.fixture
+def tuned(shipped: Path, pair: list[Handle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Translators of the tiny models, where the lens looks for a user's own."""
+    monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path))
+    for n, name in enumerate(("engram-mini", "dense-mini")):
+        handle = runner.handle(name)
+        tuned_lens.save(translators(handle, 0.2, n), tuned_lens.places(handle)[0])
+
+
+def test_both_lenses_are_shown_where_there_are_translators(tuned: None, lens: AppTest) -> None:
+    assert clean(lens).toggle(key="tuned").value, "on by default"
+    names = [t["name"] for t in chart(lens, "curves")["data"] if "markers" in t.get("mode", "")]
+    assert sum("tuned lens" in name for name in names) == 2 and len(names) == 4
+    assert "--tuned" in command(lens) and any(
+        "fitted on 9 tokens of a.txt" in c.value.replace("\\", "") for c in lens.caption
+    )
+    cells, top = numbers(chart(lens, "map")["data"][0]["z"]), table(lens, "next token").values.tolist()
+    change(lens, "selectbox", "layer", "0")
+    change(lens, "selectbox", "lens", "tuned lens")
+    assert not np.allclose(numbers(chart(lens, "map")["data"][0]["z"]), cells)
+    assert table(lens, "next token").values.tolist() != top and "Tuned lens: KL" in " ".join(
+        m.value for m in lens.markdown
+    )
+    change(lens, "toggle", "tuned", False)
+    assert "--tuned" not in command(lens) and len(chart(lens, "settle")["data"]) == 2
+    at = clean(text_set(lens))
+    before = len(chart(at, "difference")["data"])
+    assert len(chart(change(at, "toggle", "tuned", True), "difference")["data"]) == before + 2
+    assert table(at, "texts").columns[-1] == "settle depth, tuned lens"
+
+
+def test_without_translators_one_sentence_says_how_to_fit_them(lens: AppTest) -> None:
+    toggle = clean(lens).toggle(key="tuned")
+    assert toggle.disabled and not toggle.value
+    said = " ".join(c.value for c in lens.caption)
+    assert "engram-lab lens fit --model dense-mini --text FILE" in said
+
+
 def test_a_long_prompt_is_shown_in_windows(lens: AppTest) -> None:
     change(lens, "text_area", "prompt", LONG)
     starts = lens.selectbox(key="from")
@@ -174,7 +214,7 @@ def test_a_text_set(lens: AppTest, pair: list[Handle]) -> None:
     assert np.allclose(curve(at), report.result.models[0].mean_kl, atol=1e-5)
     (difference,) = [t for t in chart(at, "difference")["data"] if "markers" in t.get("mode", "")]
     assert np.allclose(numbers(difference["y"]), report.result.difference.mean_kl, atol=1e-5)
-    assert table(at, "texts").to_dict("records") == figures.summary(report)
+    assert table(at, "texts").to_dict("records") == lens_summaries.summary(report)
     band = chart(at, "curves")["data"][0]["y"]
     for key, value in (("seed", 1), ("bootstrap", 200), ("texts", 2)):
         change(at, "number_input", key, value)

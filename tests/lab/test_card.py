@@ -36,10 +36,17 @@ def test_the_shipped_pair_shares_its_backbone_shape_and_reads_differently() -> N
             assert getattr(engram.model.config, key) == getattr(dense.model.config, key)
         assert engram.n_layers >= 8 and len(engram.engram_layers) == 2
         prompts = ("The capital of the United States is", "He was born in New York City and studied law.")
-        report = run([engram, dense], LensConfig(models=("engram-mini", "dense-mini"), prompts=prompts, detail=False))
-        table = card.lens_table(report)
+        report = run([engram, dense], LensConfig(("engram-mini", "dense-mini"), prompts, detail=False, tuned=True))
+        rows = {line.split(" | ")[0][2:]: line for line in card.lens_table(report).splitlines()}
         first = report.result.models[0]
-        assert f"| {first.mean_kl[0]:.2f} [" in table and table.count("\n") == engram.n_layers + 4
+        for name, reading in (("logit lens", first), ("tuned lens", first.tuned)):
+            for n, layer in enumerate(first.layer_names):
+                assert f"| {reading.mean_kl[n]:.2f} [" in rows[f"{name}, KL(final, {layer}), nats"]
+            assert f"| {reading.mean_settle_depth:.2f} [" in rows[f"{name}, settle depth, layers"]
+        assert f"| {first.mean_final_entropy:.2f} [" in rows["final entropy, nats"]
+        # Translators that ship are worth having: on these texts, too, every block is read better through its own.
+        for model in report.result.models:
+            assert (model.tuned.mean_kl[:-1] < model.mean_kl[:-1]).all() and model.tuned.prompts_in_fit == 0
         losses = np.array([m.mean_loss for m in report.result.models])
         # Random guessing costs ln(vocabulary); a trained model is far below it.
         assert (losses < np.log(engram.vocab_size) - 2).all()

@@ -12,14 +12,16 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from lab import figures, labels, training_figures
+from lab import figures, labels, lens_summaries, training_figures
+from lab.fronts import front
 from lab.theme import PALETTES, Mode
 from models.errors import LabError
 from models.handle import Handle
-from probes import logit_lens
+from probes import logit_lens, tuned_lens
 from probes.base import Report
 from probes.logit_lens import LensConfig
 from tests.lab.conftest import training
+from tests.probes.test_tuned_lens import translators
 
 CARDS = {"engram-mini": training(True), "dense-mini": training(False)}
 
@@ -132,7 +134,7 @@ def test_map_of_512_tokens_is_wide_and_fast(pair: list[Handle]) -> None:
 
 
 def test_settle_histogram_counts_positions(report: Report) -> None:
-    figure = figures.settle_histogram(report)
+    figure = lens_summaries.settle_histogram(report)
     for lens, bar in zip(report.result.models, figure.data, strict=True):
         final = lens.top_ids[-1, :, 0]
         first = [
@@ -149,6 +151,67 @@ def test_difference_curve(set_report: Report) -> None:
     assert np.allclose(trace.y, a.mean_kl - b.mean_kl, atol=1e-6), "same tokens, so the means subtract"
 
 
+@pytest.fixture(scope="module")
+def both(pair: list[Handle], tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Report]:
+    """(one prompt with a target, a text set), each with the tuned lens, of random translators."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENGRAM_LAB_CACHE", str(tmp_path_factory.mktemp("cache")))
+        for n, handle in enumerate(pair):
+            tuned_lens.save(translators(handle, 0.2, n), tuned_lens.places(handle)[0])
+        names, texts = tuple(h.name for h in pair), ("The river runs", "past the old mill", "into the sea")
+        return (
+            logit_lens.run(pair, LensConfig(names, texts[:1], " the", tuned=True)),
+            logit_lens.run(pair, LensConfig(names, texts, bootstrap=60, detail=False, tuned=True)),
+        )
+
+
+def test_both_lenses_are_drawn_and_told_apart(both: tuple[Report, Report], pair: list[Handle]) -> None:
+    one, several = both
+    for report in both:
+        figure = figures.lens_curves(report, memory={"engram-mini": (1,)})
+        drawn = lines(figure)
+        assert list(drawn) == [n + end for n in ("engram-mini", "dense-mini") for end in ("", ", tuned lens")]
+        for lens in report.result.models:
+            tuned = drawn[f"{lens.name}, tuned lens"]
+            kept = lens.counted
+            assert np.allclose(tuned.y, lens.tuned.kl[:, kept].mean(axis=1), atol=1e-6)
+            assert tuned.line.color == drawn[lens.name].line.color and tuned.line.dash != drawn[lens.name].line.dash
+            assert all(symbol.endswith("-open") for symbol in tuned.marker.symbol)
+            # The final entropy anew, from the last layer.
+            assert f"{lens.name} {lens.entropy[-1, kept].mean():.3f}" in figure.layout.title.subtitle.text
+    a, b = several.result.models
+    trace = lines(figures.difference_curve(several))["difference, tuned lens"]
+    assert np.allclose(trace.y, a.tuned.mean_kl - b.tuned.mean_kl, atol=1e-6)
+    bars = lens_summaries.settle_histogram(several).data
+    assert [bar.name for bar in bars] == list(drawn)
+    for lens, bar in zip((a, b), bars[1::2], strict=True):
+        depths = lens.tuned.settle_depth[lens.counted]
+        assert np.allclose(bar.y, [100 * np.mean(depths == d) for d in range(4)])
+    row = lens_summaries.summary(several)[2]
+    assert row["settle depth, tuned lens"].startswith(f"{a.tuned.mean_settle_depth - b.tuned.mean_settle_depth:.3f} [")
+    assert row["final entropy, nats"].startswith(f"{a.mean_final_entropy - b.mean_final_entropy:.3f} [")
+    lens = one.result.models[0]
+    for what in figures.MEASURES:
+        figure = figures.lens_map(one, 0, name_of(pair[0]), what=what, tuned=True)
+        expected = getattr(lens.tuned, what).astype(float)
+        assert np.allclose(figure.data[0].z, np.log10(1 + expected) if what == "target_rank" else expected)
+        assert "tuned lens" in figure.layout.title.text
+    top = name_of(pair[0])(int(lens.tuned.top_ids[1, 2, 0]))
+    assert html.unescape(figure.data[0].text[1][2]) == labels.short(top, 7)
+
+
+def test_rows_have_the_tuned_lens_only_if_it_was_asked_for(both: tuple[Report, Report], report: Report) -> None:
+    found = list(front("lens").rows(both[0]))
+    lens = both[0].result.models[0]
+    row = found[4 * 2 + 1]  # position 2, layer 0
+    assert row["tuned_kl_nats"] == pytest.approx(lens.tuned.kl[1, 2]) and row["position"] == 2
+    assert (
+        row["tuned_top_id"] == lens.tuned.top_ids[1, 2, 0] and row["tuned_target_rank"] == lens.tuned.target_rank[1, 2]
+    )
+    plain = next(iter(front("lens").rows(report)))
+    assert set(found[0]) - set(plain) == {key for key in found[0] if key.startswith("tuned_")}
+
+
 def test_difference_of_unequal_depths_is_refused(report: Report, pair: list[Handle]) -> None:
     alone = logit_lens.run(pair[:1], LensConfig(("engram-mini",), ("one",)))
     with pytest.raises((LabError, ValueError)):
@@ -156,7 +219,7 @@ def test_difference_of_unequal_depths_is_refused(report: Report, pair: list[Hand
 
 
 def test_summary_has_the_intervals(set_report: Report) -> None:
-    rows = figures.summary(set_report)
+    rows = lens_summaries.summary(set_report)
     assert [row[""] for row in rows] == ["engram-mini", "dense-mini", "difference (paired)"]
     lens = set_report.result.models[0]
     assert rows[0]["loss, nats a token"].startswith(f"{lens.mean_loss:.3f} [{lens.mean_loss_low:.3f}, ")
@@ -167,7 +230,7 @@ def every_figure(report: Report, set_report: Report, pair: list[Handle], mode: M
         figures.lens_curves(report, mode),
         figures.lens_curves(set_report, mode),
         figures.lens_map(report, 0, name_of(pair[0]), mode),
-        figures.settle_histogram(report, mode),
+        lens_summaries.settle_histogram(report, mode),
         figures.difference_curve(set_report, mode),
         training_figures.loss_over_training(CARDS, mode),
         training_figures.lens_over_training("engram-mini", CARDS["engram-mini"], mode),

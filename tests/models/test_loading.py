@@ -36,6 +36,7 @@ def nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(loading, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "own"))
     yield
 
 
@@ -107,6 +108,39 @@ def test_shipped_cached_and_unknown_names(tmp_path: Path, checkpoint: Path) -> N
             open_model(name)
     with pytest.raises(UnknownModelError, match=r"not \.gguf"):
         open_model(str(checkpoint / "config.json"))
+
+
+def test_a_model_that_was_got_opens_by_name(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        UnknownModelError, match=r"^\"smollm2-135m\" is not here yet; get it with: engram-lab models get sm"
+    ):
+        open_model("smollm2-135m")
+    shutil.copytree(checkpoint, tmp_path / "own" / "models" / "smollm2-135m")
+    assert [(m.name, m.where) for m in list_models()] == [("smollm2-135m", "cache")]
+    assert open_model(" smollm2-135m ").name == "smollm2-135m"
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "wanted"),
+    [
+        ("linux", {}, "~/.cache/engram-lab"),
+        ("linux", {"XDG_CACHE_HOME": "/else"}, "/else/engram-lab"),
+        ("linux", {"XDG_CACHE_HOME": "relative"}, "~/.cache/engram-lab"),
+        ("darwin", {"XDG_CACHE_HOME": "/else"}, "~/Library/Caches/engram-lab"),
+        ("win32", {"LOCALAPPDATA": "/local"}, "/local/engram-lab"),
+        ("win32", {}, "~/AppData/Local/engram-lab"),
+        ("linux", {"ENGRAM_LAB_CACHE": "~/mine", "XDG_CACHE_HOME": "/else"}, "~/mine"),
+    ],
+)
+def test_the_cache_folder_is_where_the_platform_keeps_such(
+    platform: str, variables: dict[str, str], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ENGRAM_LAB_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("models.loading.sys.platform", platform)
+    assert loading.cache_folder() == Path(wanted).expanduser()
 
 
 def test_a_hub_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
