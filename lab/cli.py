@@ -106,7 +106,7 @@ def run_probe(args: argparse.Namespace) -> int:
         handles = [opened[name] for name in config.models]
         report = module.run(handles, config, progress)
     if args.csv:
-        Path(args.csv).write_text(export.csv_text(report), encoding="utf-8")
+        write(args.csv, export.csv_text(report))
     if args.png:
         Path(args.png).write_bytes(export.png(shown.figure(report, "light", handles)))
     if args.json or not (args.csv or args.png):

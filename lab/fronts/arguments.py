@@ -40,7 +40,7 @@ def add_resampling(parser: argparse.ArgumentParser) -> None:
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Where the report goes."""
     parser.add_argument("--json", metavar="FILE", help="the report; - is stdout, and the default if no file is named")
-    parser.add_argument("--csv", metavar="FILE", help="tidy rows")
+    parser.add_argument("--csv", metavar="FILE", help="tidy rows; - is stdout")
     parser.add_argument("--png", metavar="FILE", help="the figure; needs Chrome or Chromium")
 
 
