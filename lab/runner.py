@@ -155,7 +155,7 @@ def _run(key: str, work: Callable[[Callable[[float, str], None]], Report]) -> Re
         if bar is None and time.monotonic() - began > QUIET_SECONDS:
             left, right = slot.container().columns([6, 1], vertical_alignment="center")
             bar = left.progress(0.0)
-            right.button("Cancel", key="cancel", on_click=_set_cancelled, args=(key,))
+            right.button("Cancel", key=f"cancel_{key}", on_click=_set_cancelled, args=(key,))
         if bar is not None:
             bar.progress(min(max(fraction, 0.0), 1.0), text=f"{doing} · {fraction:.0%}")
 

@@ -1,0 +1,156 @@
+"""CKA on the command line and in exports."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lab.fronts import arguments
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from lab.theme import Mode
+    from models.handle import Handle
+    from probes.base import Report
+    from probes.cka import CKAConfig
+    from probes.points import Sentence
+
+HELP = "CKA: which layer of one model looks like which layer of another"
+ENTITIES = "entities.bio"  # the sentences that ship
+ENDS = ("", "_low", "_high")
+FILE, FILE_B = "sentences.jsonl", "sentences_b.jsonl"  # where an exported command reads its own
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What CKA takes."""
+    arguments.add_models(parser, against="required")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument(
+        "--entities",
+        type=Path,
+        metavar="FILE",
+        help="sentences with entities: BIO/CoNLL, or .jsonl with text and entities; .xz and .gz too "
+        "(default: the sentences that ship)",
+    )
+    given.add_argument("--prompts", type=Path, metavar="FILE", help="a text set: UTF-8, one text a line, or .jsonl")
+    parser.add_argument(
+        "--prompts-b", type=Path, metavar="FILE", help="other texts for --against, as many; compared at their ends"
+    )
+    parser.add_argument(
+        "--points",
+        choices=["entity", "all", "last"],
+        help="positions compared: last tokens of entities, all, or the last of each text (default: entity where there "
+        "are entities, last with --prompts-b, else all)",
+    )
+    parser.add_argument("--max-sentences", type=int, metavar="N", help="only the first N that have such points")
+    arguments.add_resampling(parser)
+
+
+def shipped() -> tuple[Sentence, ...]:
+    """The sentences with entities that we wrote."""
+    from lab.texts import TEXTS
+    from probes.points import read_sentences
+
+    return read_sentences((TEXTS / ENTITIES).read_bytes(), ENTITIES)
+
+
+def config(args: argparse.Namespace) -> CKAConfig:
+    """The request."""
+    from models.errors import LabError
+    from probes.cka import CKAConfig
+    from probes.points import ALL, ENTITY, LAST, read_sentences, take
+
+    if args.max_sentences is not None and args.max_sentences < 1:
+        raise LabError(f"--max-sentences is {args.max_sentences}; it must be 1 or more.")
+    path = args.entities or args.prompts
+    sentences = shipped() if path is None else read_sentences(path.read_bytes(), str(path))
+    other = None if args.prompts_b is None else read_sentences(args.prompts_b.read_bytes(), str(args.prompts_b))
+    if args.points is not None:
+        points = args.points
+    elif other is not None:
+        points = LAST
+    else:
+        points = ENTITY if args.entities or any(s.entities for s in sentences) else ALL
+    texts, entities = take(sentences, points, args.max_sentences)
+    if not texts:
+        raise LabError(f"{path} marks no entity: mark some, or choose --points=all or --points=last.")
+    return CKAConfig(
+        arguments.names(args),
+        texts,
+        entities,
+        points,
+        None if other is None else take(other, points, args.max_sentences)[0],
+        args.seed,
+        args.bootstrap,
+    )
+
+
+def _ships(config: CKAConfig) -> bool:
+    """Whether the request is about the sentences that ship, the first so many."""
+    from probes.points import take
+
+    return (
+        config.prompts_b is None
+        and (config.prompts, config.entities) == take(shipped(), config.points, len(config.prompts))
+    )  # fmt: skip
+
+
+def files(config: CKAConfig) -> dict[str, str]:
+    """The sentences, unless they are those that ship."""
+    from probes.points import to_json_lines
+
+    if _ships(config):
+        return {}
+    found = {FILE: to_json_lines(config.prompts, config.entities)}
+    if config.prompts_b is not None:
+        found[FILE_B] = to_json_lines(config.prompts_b, None)
+    return found
+
+
+def options(config: CKAConfig) -> list[str]:
+    """The flags of a request."""
+    flags = [*arguments.model_flags(config.models), arguments.flag("points", config.points)]
+    if _ships(config):
+        flags.append(arguments.flag("max-sentences", len(config.prompts)))
+    else:
+        flags.append(arguments.flag("prompts" if config.entities is None else "entities", FILE))
+    if config.prompts_b is not None:
+        flags.append(arguments.flag("prompts-b", FILE_B))
+    return [*flags, arguments.flag("seed", config.seed), arguments.flag("bootstrap", config.bootstrap)]
+
+
+def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
+    """The map of all pairs of layers with its ridge."""
+    from lab.cka_figures import cka_map
+
+    return cka_map(report, mode)
+
+
+def rows(report: Report) -> Iterator[dict[str, Any]]:
+    """One row for each pair of layers; what is of a layer of A alone stands in each of its rows."""
+    from probes.cka import names_of
+
+    result = report.result
+    name_a, name_b = names_of(report.config)
+
+    def number(field: str, *at: int) -> float | None:
+        """An entry of an array that may be missing, and that may hold NaN."""
+        values = getattr(result, field)
+        return None if values is None or values[at] != values[at] else float(values[at])
+
+    for i, layer_a in enumerate(result.layers_a):
+        for j, layer_b in enumerate(result.layers_b):
+            yield {
+                "model_a": name_a,
+                "layer_a": layer_a,
+                "model_b": name_b,
+                "layer_b": layer_b,
+                **{field: number(field, i, j) for field in ("cka", "cka_low", "cka_high")},
+                "cka_biased": number("biased", i, j),
+                **{field + end: number(field + end, i) for field in ("alignment_a", "lead") for end in ENDS},
+                "points": result.n_points,
+                "sentences": result.n_sentences,
+            }
