@@ -9,4 +9,8 @@ PROBES = {  # name -> module, imported when it is needed
     "rows": "probes.rows",
     "sensitivity": "probes.sensitivity",
     "cka": "probes.cka",
+    "kv swap": "probes.kv_swap",
+    "kv map": "probes.kv_map",
+    "kv knockout": "probes.kv_knockout",
+    "kv set": "probes.kv_set",
 }

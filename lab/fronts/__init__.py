@@ -9,7 +9,17 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-FRONTS = ("lens", "cka", "gates", "rows", "sensitivity")  # the probes of probes.PROBES, in the order of --help
+FRONTS = (
+    "lens",
+    "cka",
+    "gates",
+    "rows",
+    "sensitivity",
+    "kv swap",
+    "kv map",
+    "kv knockout",
+    "kv set",
+)  # the probes of probes.PROBES, in the order of --help
 
 
 def front(probe: str) -> ModuleType:

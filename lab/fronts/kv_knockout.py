@@ -1,0 +1,101 @@
+"""Knock-outs in a cache, on the command line and in exports."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lab import kv_scenarios
+from lab.fronts import arguments
+from lab.fronts.kv_swap import effects_row
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from lab.theme import Mode
+    from models.handle import Handle
+    from probes.base import Report
+    from probes.kv_knockout import KnockoutConfig
+
+GROUP_HELP = kv_scenarios.GROUP_HELP
+HELP = "the answer with a part of the cache zeroed, averaged, made noise or taken from another text"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the knock-outs take."""
+    arguments.add_models(parser)
+    kv_scenarios.add_scenario(parser)
+    parser.add_argument(
+        "--target", action="append", help="field, notes or downstream; may be repeated (default: all three)"
+    )
+    parser.add_argument(
+        "--how", action="append", help="zero, mean, random or unrelated; may be repeated (default: all four)"
+    )
+    parser.add_argument(
+        "--positions", type=int, nargs="+", metavar="N", default=[], help="positions as one more target"
+    )
+    parser.add_argument("--unrelated", metavar="TEXT", help="the other text (default: one of ours)")
+    parser.add_argument("--draws", type=int, default=4, help="draws of the noise (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default %(default)s)")
+
+
+def config(args: argparse.Namespace) -> KnockoutConfig:
+    """The request."""
+    from probes.kv_knockout import HOWS, TARGETS, UNRELATED, KnockoutConfig
+
+    chosen = ["positions"] if args.positions else []
+    return KnockoutConfig(
+        arguments.names(args),
+        kv_scenarios.scenario_of(args),
+        (*(args.target or TARGETS[:3]), *chosen),
+        tuple(args.how or HOWS),
+        tuple(args.positions),
+        UNRELATED if args.unrelated is None else args.unrelated,
+        args.draws,
+        args.align,
+        args.seed,
+    )
+
+
+def files(config: KnockoutConfig) -> dict[str, str]:
+    """None: the command holds the scenario itself."""
+    return {}
+
+
+def options(config: KnockoutConfig) -> list[str]:
+    """The flags of a request."""
+    from probes.kv_knockout import UNRELATED
+
+    flags = arguments.model_flags(config.models) + kv_scenarios.scenario_flags(config.scenario, config.align)
+    flags += [arguments.flag("target", target) for target in config.targets if target != "positions"]
+    flags += [arguments.flag("how", how) for how in config.hows]
+    if config.positions:
+        flags.append(" ".join(["--positions", *map(str, config.positions)]))
+    if config.unrelated != UNRELATED:
+        flags.append(arguments.flag("unrelated", config.unrelated))
+    return [*flags, arguments.flag("draws", config.draws), arguments.flag("seed", config.seed)]
+
+
+def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
+    """The margin that is left."""
+    from lab.kv_figures import knockouts
+
+    return knockouts(report, mode)
+
+
+def rows(report: Report) -> Iterator[dict[str, Any]]:
+    """One row for each knock-out."""
+    result = report.result
+    for n, (target, how) in enumerate(zip(result.targets, result.hows, strict=True)):
+        yield {
+            "scenario": report.config.scenario.id,
+            "oracle": result.oracle.both,
+            "target": target,
+            "how": how,
+            "draw": int(result.draw[n]),
+            "positions": " ".join(map(str, result.positions[n])),
+            "margin_logits": float(result.margin[n]),
+            "margin_clean_logits": result.margin_clean,
+            "answer_kept": bool(result.kept[n]),
+        } | effects_row(result.effects, n)

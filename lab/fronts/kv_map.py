@@ -1,0 +1,78 @@
+"""The position x layer map of a cache, on the command line and in exports."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lab import kv_scenarios
+from lab.fronts import arguments
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from lab.theme import Mode
+    from models.handle import Handle
+    from probes.base import Report
+    from probes.kv_map import MapConfig
+
+GROUP_HELP = kv_scenarios.GROUP_HELP
+HELP = "what each position and layer of a cache recovers, swapped alone"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the map takes."""
+    arguments.add_models(parser)
+    kv_scenarios.add_scenario(parser)
+    parser.add_argument(
+        "--groups", type=int, default=0, help="groups of neighbouring layers (default 0: each layer by itself)"
+    )
+    parser.add_argument("--part", choices=("kv", "k", "v"), default="kv", help="what to swap (default %(default)s)")
+
+
+def config(args: argparse.Namespace) -> MapConfig:
+    """The request."""
+    from probes.kv_map import MapConfig
+
+    return MapConfig(arguments.names(args), kv_scenarios.scenario_of(args), args.groups, args.part, args.align)
+
+
+def files(config: MapConfig) -> dict[str, str]:
+    """None: the command holds the scenario itself."""
+    return {}
+
+
+def options(config: MapConfig) -> list[str]:
+    """The flags of a request."""
+    return [
+        *arguments.model_flags(config.models),
+        *kv_scenarios.scenario_flags(config.scenario, config.align),
+        arguments.flag("groups", config.groups),
+        arguments.flag("part", config.part),
+    ]
+
+
+def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
+    """The map."""
+    from lab.kv_figures import recovery_map
+
+    return recovery_map(report, mode)
+
+
+def rows(report: Report) -> Iterator[dict[str, Any]]:
+    """One row for each cell."""
+    result = report.result
+    for g, group in enumerate(result.group_names):
+        for position in range(result.recovery.shape[1]):
+            yield {
+                "scenario": report.config.scenario.id,
+                "oracle": result.oracle.both,
+                "layers": group,
+                "position": position,
+                "token": result.pair.token_texts_old[position],
+                "in_field": position in result.pair.field,
+                "recovery": float(result.recovery[g, position]),
+                "flip": bool(result.flip[g, position]),
+                "kl_nats": float(result.kl[g, position]),
+            }

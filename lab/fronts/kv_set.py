@@ -1,0 +1,102 @@
+"""A library of scenarios as one table, on the command line and in exports."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lab import kv_scenarios
+from lab.fronts import arguments
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from lab.theme import Mode
+    from models.handle import Handle
+    from probes.base import Report
+    from probes.kv_set import SetConfig
+
+GROUP_HELP = kv_scenarios.GROUP_HELP
+HELP = "a whole library of scenarios: kind of question by recovery, with intervals"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the set takes."""
+    arguments.add_models(parser)
+    parser.add_argument(
+        "--scenarios", type=Path, metavar="FILE", help="a .jsonl with your own scenarios (default: those that ship)"
+    )
+    parser.add_argument("--chat", action="store_true", help="all as a user's message in the model's chat template")
+    kv_scenarios.add_align(parser)
+    arguments.add_resampling(parser)
+
+
+def config(args: argparse.Namespace) -> SetConfig:
+    """The request."""
+    from probes.kv_set import SetConfig
+
+    file = args.scenarios
+    scenarios = kv_scenarios.library() if file is None else kv_scenarios.read(file.read_bytes(), str(file))
+    if args.chat:
+        scenarios = tuple(dataclasses.replace(scenario, chat=True) for scenario in scenarios)
+    return SetConfig(arguments.names(args), scenarios, args.align, args.seed, args.bootstrap)
+
+
+def _shipped(config: SetConfig) -> list[str] | None:
+    """The flags that make the scenarios of what ships; None if they are others."""
+    chat = tuple(dataclasses.replace(scenario, chat=True) for scenario in kv_scenarios.library())
+    return [] if config.scenarios == kv_scenarios.library() else ["--chat"] if config.scenarios == chat else None
+
+
+def files(config: SetConfig) -> dict[str, str]:
+    """The scenarios as a file, unless they are those that ship."""
+    return {} if _shipped(config) is not None else {kv_scenarios.FILE: kv_scenarios.written(config.scenarios)}
+
+
+def options(config: SetConfig) -> list[str]:
+    """The flags of a request."""
+    shipped = _shipped(config)
+    return [
+        *arguments.model_flags(config.models),
+        *([arguments.flag("scenarios", kv_scenarios.FILE)] if shipped is None else shipped),
+        arguments.flag("align", config.align),
+        arguments.flag("seed", config.seed),
+        arguments.flag("bootstrap", config.bootstrap),
+    ]
+
+
+def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
+    """Recovery by kind of question."""
+    from lab.kv_set_figures import by_kind
+
+    return by_kind(report, mode)
+
+
+def rows(report: Report) -> Iterator[dict[str, Any]]:
+    """One row for each scenario, those left out with the reason."""
+    result = report.result
+    for n, scenario in enumerate(report.config.scenarios):
+        row: dict[str, Any] = {
+            "scenario": scenario.id,
+            "kind": scenario.kind,
+            "distractors": scenario.distractors,
+            "chat": scenario.chat,
+            "served": bool(result.served[n]),
+            "oracle": bool(result.right[n]),
+            "reason": result.reasons[n],
+            "tokens": int(result.n_tokens[n]),
+            "field_tokens": int(result.field_tokens[n]),
+            "note_tokens": int(result.note_tokens[n]),
+            "score_old_logits": float(result.score_old[n]),
+            "score_new_logits": float(result.score_new[n]),
+        }
+        for e, edit in enumerate(result.edits):
+            swap = not edit.endswith(("zero", "mean"))
+            if swap:
+                row[f"recovery_{edit}"] = float(result.recovery[n, e])
+            flip = float(result.flip[n, e])
+            row[f"{'flip' if swap else 'lost'}_{edit.replace(' ', '_')}"] = "" if flip != flip else bool(flip)
+        yield row
