@@ -12,12 +12,14 @@ from lab.texts import HELD_OUT, TEXTS, lines_of
 if TYPE_CHECKING:
     from probes.base import Report
 
+PARTS = ("lens", "memory", "alignment")
 NAMES = ("engram-mini", "engram-mini-early", "dense-mini")
 MODELS = TEXTS.parent / "models"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the lens is measured; the shipped sentences by default."""
+    """What is measured, and the text of the lens; all of it, and the shipped sentences, by default."""
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument(
         "--prompts", type=Path, default=TEXTS / HELD_OUT, help="text set, one prompt a line (default: the shipped)"
     )
@@ -95,13 +97,89 @@ def measure(first: str, second: str, prompts: tuple[str, ...]) -> Report:
             handle.close()
 
 
+def memory_table(report: Report) -> str:
+    """What a token costs with the memory changed, by text set, with the change in nats."""
+    result = report.result
+    rows = []
+    for c, condition in enumerate(result.conditions):
+        cells = [f"{condition}"]
+        for s in range(len(result.sets)):
+            change, low, high = (float(getattr(result, f"change{end}")[s, c]) for end in ("", "_low", "_high"))
+            cells += [f"{result.loss[s, c]:.2f}", interval(change, low, high) if c else ""]
+        rows.append(cells)
+    head = [column for name in result.sets for column in (f"{name}: loss", "change")]
+    return table(["", *head], rows)
+
+
+def alignment_table(report: Report) -> str:
+    """Which block of the other model each layer looks like, and the lead of the first."""
+    result, (a, b) = report.result, report.config.models
+
+    def shown(name: str, n: int) -> str:
+        mean, low, high = (float(getattr(result, name + end)[n]) for end in ("", "_low", "_high"))
+        return interval(mean, low, high)
+
+    names = ("alignment_a", "alignment_b", "lead")
+    rows = [[layer, *(shown(name, n) for name in names)] for n, layer in enumerate(result.layers_a)]
+    mean = interval(result.mean_lead, result.mean_lead_low, result.mean_lead_high)
+    head = ["layer", f"of {a} looks like block of {b}", f"of {b} looks like block of {a}", f"lead of {a}, blocks"]
+    return table(head, [*rows, ["mean of blocks", "", "", mean]])
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the card."""
-    found, prompts = cards(), lines_of(args.prompts.read_bytes(), args.prompts.name)
+    unknown = [part for part in args.parts if part not in PARTS]
+    if unknown:
+        from models.errors import LabError
+
+        raise LabError(f'The card has no part "{unknown[0]}": it has {", ".join(PARTS)}.')
+    found = cards()
     print(training_table(found))
+    for part in args.parts or PARTS:
+        {"lens": print_lens, "memory": print_memory, "alignment": print_alignment}[part](args)
+    return 0
+
+
+def print_memory(args: argparse.Namespace) -> None:
+    """The loss on what ships, with the memory as it is, off, at one layer off, and shuffled."""
+    from lab.texts import shipped_sets
+    from models.handle import open_model
+    from probes import sensitivity
+
+    names = ("engram-mini", "dense-mini")
+    controls = ("off", "off@1", "off@6", "shuffled", "one_row")
+    report = sensitivity.run(
+        [open_model(name) for name in names], sensitivity.SensitivityConfig(names, shipped_sets(), controls)
+    )
+    counts = zip(report.result.sets, report.result.n_items, report.result.n_tokens, strict=True)
+    sizes = ", ".join(f"{name} ({items} items, {tokens} tokens scored)" for name, items, tokens in counts)
+    print(f"\nLoss of engram-mini in nats a token, and its change [95 % interval]: {sizes}.\n")
+    print(memory_table(report))
+
+
+def print_alignment(args: argparse.Namespace) -> None:
+    """CKA at the ends of the entities in our sentences."""
+    from lab.fronts import cka as front
+    from models.handle import open_model
+    from probes import cka
+    from probes.points import ENTITY, take
+
+    names = ("engram-mini", "dense-mini")
+    texts, entities = take(front.shipped(), ENTITY, None)
+    report = cka.run([open_model(name) for name in names], cka.CKAConfig(names, texts, entities))
+    result = report.result
+    print(
+        f"\nCKA (unbiased), {result.n_points} ends of entities in {result.n_sentences} sentences, soft alignment "
+        "[95 % interval]:\n"
+    )
+    print(alignment_table(report))
+
+
+def print_lens(args: argparse.Namespace) -> None:
+    """Both lenses, at equal tokens and at equal held-out loss."""
+    prompts = lines_of(args.prompts.read_bytes(), args.prompts.name)
     for title, first in (("At equal tokens", "engram-mini"), ("At equal held-out loss", "engram-mini-early")):
         report = measure(first, "dense-mini", prompts)
         counted = int(report.result.models[0].counted.sum())
         print(f"\n{title}, on {len(prompts)} texts ({counted} positions), mean [95 % interval]:\n")
         print(lens_table(report))
-    return 0

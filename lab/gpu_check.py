@@ -38,8 +38,42 @@ def lens(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
     return report, figures
 
 
-# A new probe adds itself here: (needs, run on handles -> (report, figures to compare)).
-PROBES: dict[str, Callable[[list[Handle]], tuple[Report, dict[str, np.ndarray]]]] = {"lens": lens}
+def gates(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
+    """The gates of the first model on the default prompt, with shuffled rows beside."""
+    from probes import gates as probe
+
+    report = probe.run(handles[:1], probe.GatesConfig((handles[0].name,), (PROMPT,), controls=("shuffled",)))
+    result = report.result
+    (shuffled,) = result.controls
+    return report, {"gate": result.gate, "loss": result.next_token_loss, "shuffled loss": shuffled.next_token_loss}
+
+
+def sensitivity(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
+    """The loss on the prompt with the memory and without."""
+    from probes import sensitivity as probe
+
+    sets = (probe.TextSet("prompt", (probe.Item(PROMPT),)),)
+    report = probe.run(handles, probe.SensitivityConfig(tuple(h.name for h in handles), sets))
+    return report, {"loss": report.result.loss}
+
+
+def cka(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
+    """The alignment of the two models on all tokens of a few sentences."""
+    from probes import cka as probe
+
+    sentences = tuple(f"{PROMPT[:-5]}{year}." for year in range(1960, 1966))
+    config = probe.CKAConfig(tuple(h.name for h in handles), sentences, points="all", bootstrap=20)
+    report = probe.run(handles, config)
+    return report, {"cka": report.result.cka}
+
+
+# A new probe adds itself here: run on handles -> (report, figures to compare).
+PROBES: dict[str, Callable[[list[Handle]], tuple[Report, dict[str, np.ndarray]]]] = {
+    "lens": lens,
+    "gates": gates,
+    "sensitivity": sensitivity,
+    "cka": cka,
+}
 
 
 def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:

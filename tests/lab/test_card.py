@@ -60,6 +60,6 @@ def test_a_user_can_bring_other_texts(tmp_path: Path, capsys: pytest.CaptureFixt
 
     file = tmp_path / "mine.txt"
     file.write_text("The river flows north.\nShe wrote three novels in Paris.\n")
-    assert main(["card", "--prompts", str(file)]) == 0
+    assert main(["card", "lens", "--prompts", str(file)]) == 0
     out = capsys.readouterr().out
     assert "on 2 texts" in out and sum(line.startswith("| ---") for line in out.splitlines()) == 3
