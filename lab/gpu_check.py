@@ -138,7 +138,7 @@ def check(device: str = "cuda", names: tuple[str, str] = ("engram-mini", "dense-
             if tables != device:
                 for handle in handles:
                     if handle.engram_layers:
-                        handle.model.model.place_tables("cpu", pin=True)
+                        handle.model.base_model.place_tables("cpu", pin=True)
             for probe, run in PROBES.items():
                 if cuda:
                     torch.cuda.reset_peak_memory_stats()

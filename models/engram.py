@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,20 @@ class CausalDepthwiseConv(nn.Module):
         return out
 
 
+class RowTable(nn.Embedding):
+    """The rows of one layer; while `overlay` is set (models.overlay) it gives some of the rows that are read.
+
+    It is called with the row ids [batch, pos, order*head] and what was read [..., head_dim]; the weight stays as it is.
+    """
+
+    overlay: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[..., head_dim] of row ids [...]."""
+        read = super().forward(rows)
+        return read if self.overlay is None else self.overlay(rows, read)
+
+
 class EngramMemory(nn.Module):
     """One memory module. `table`, `gate` and `written` are submodules so that a probe can read their outputs."""
 
@@ -138,7 +152,7 @@ class EngramMemory(nn.Module):
             config.engram_primes()[index],
         )
         width = (config.engram_max_ngram_size - 1) * config.engram_n_heads * config.engram_head_dim
-        self.table = nn.Embedding(self.hash.num_rows, config.engram_head_dim)  # [row, head_dim]
+        self.table = RowTable(self.hash.num_rows, config.engram_head_dim)  # [row, head_dim]
         self.key = nn.Linear(width, d_model, bias=False)  # W_K
         self.value = nn.Linear(width, d_model, bias=False)  # W_V
         self.key_norm = LlamaRMSNorm(d_model, eps=config.rms_norm_eps)
@@ -240,18 +254,12 @@ class _EngramInit:
             init.zeros_(module.weight)
 
 
-class EngramModel(_EngramInit, LlamaModel):
-    """LlamaModel whose blocks may carry a memory; the canonical map is a buffer, saved with the weights."""
+class MemoryStack:
+    """What a stack of blocks with memories adds to it: its token history, and the memories themselves."""
 
-    config_class = EngramConfig
-    _can_record_outputs = {**LlamaModel._can_record_outputs, "hidden_states": EngramDecoderLayer}
+    config: Any
     canonical_ids: Tensor
-
-    def __init__(self, config: EngramConfig) -> None:
-        super().__init__(config)
-        self.layers = nn.ModuleList(EngramDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.register_buffer("canonical_ids", torch.arange(config.vocab_size))  # [raw id] int64
-        self.post_init()
+    layers: Any
 
     def memories(self) -> list[EngramMemory]:
         """The memory modules, in the order of `engram_layer_ids`."""
@@ -295,6 +303,19 @@ class EngramModel(_EngramInit, LlamaModel):
         back = torch.arange(n, device=ids.device)
         shifted = torch.stack([ids[:, ids.shape[1] - length - j : ids.shape[1] - j] for j in range(n)], dim=-1)
         return torch.where(reach.unsqueeze(-1) >= back, shifted, pad), reach
+
+
+class EngramModel(_EngramInit, MemoryStack, LlamaModel):
+    """LlamaModel whose blocks may carry a memory; the canonical map is a buffer, saved with the weights."""
+
+    config_class = EngramConfig
+    _can_record_outputs = {**LlamaModel._can_record_outputs, "hidden_states": EngramDecoderLayer}
+
+    def __init__(self, config: EngramConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(EngramDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.register_buffer("canonical_ids", torch.arange(config.vocab_size))  # [raw id] int64
+        self.post_init()
 
     def forward(
         self,

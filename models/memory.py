@@ -8,17 +8,21 @@ forward, never to a weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import nnsight
 import torch
 from torch import Tensor
 
-from models.engram import EngramMemory
+from models.engram import EngramMemory, MemoryStack
 from models.errors import LabError
 from models.handle import Handle
 from models.tracing import pin_source
+
+if TYPE_CHECKING:
+    from models.overlay import Patch
 
 pin_source(__file__)
 
@@ -37,16 +41,22 @@ class Edit:
         off: the gate is 0, so that the memory writes nothing.
     `closed` [layer, batch, pos] is true where the gate is forced to 0: nothing is read there, neither by the token
     itself nor, through the convolution, by those behind it.
+    `overlays` (models.overlay.prepare) are read as if they stood in the tables; a control acts on those.
     """
 
     control: Control | None = None
     layers: tuple[int, ...] = ()
     seed: int = 0
     closed: Tensor | None = None
+    overlays: Patch | None = None
 
     def of(self, layer: int) -> Control | None:
         """The control at a memory layer."""
         return self.control if not self.layers or layer in self.layers else None
+
+    def running(self, handle: Handle) -> AbstractContextManager[None]:
+        """handle.running(), with the overlays."""
+        return handle.running() if self.overlays is None else self.overlays.applied()
 
 
 @dataclass(frozen=True)
@@ -75,9 +85,23 @@ def memories(handle: Handle) -> list[EngramMemory]:
     return [memory for memory in found if isinstance(memory, EngramMemory)]
 
 
+def addresses(handle: Handle, ids: Tensor | Sequence[Sequence[int]]) -> Tensor:
+    """Which rows ids [batch, pos] read, [layer, batch, pos, order*head] int64, told without running the model."""
+    with handle.running():
+        modules, stack = memories(handle), handle.model.base_model
+        assert isinstance(stack, MemoryStack)
+        inputs = torch.as_tensor(ids, dtype=torch.int64, device=handle.device)
+        lookback, _ = stack.history(inputs, None, None, None)
+        return torch.stack([memory.hash(lookback) for memory in modules])
+
+
 def check_edit(handle: Handle, edit: Edit) -> None:
-    """LabError if the edit names a layer without a memory."""
+    """LabError if the edit names a layer without a memory, or overlays of another model."""
     memories(handle)
+    if edit.overlays is not None and edit.overlays.handle is not handle:
+        raise LabError(
+            f"These overlays were made ready for {edit.overlays.handle.name}: prepare them for {handle.name}."
+        )
     for layer in edit.layers:
         if layer not in handle.engram_layers:
             has = ", ".join(map(str, handle.engram_layers))
@@ -102,7 +126,7 @@ def read_memory(handle: Handle, ids: Tensor | Sequence[Sequence[int]], edit: Edi
     """One forward of ids [batch, pos]; without an edit it is torch.equal to the bare one. Raises LabError."""
     edit = edit or Edit()
     check_edit(handle, edit)
-    with handle.running():
+    with edit.running(handle):
         inputs = torch.as_tensor(ids, dtype=torch.int64, device=handle.device)
         modules = memories(handle)
         shape = (*inputs.shape, -1, modules[0].hash.n_heads)
@@ -154,7 +178,7 @@ def edited_logits(
     Keeps nothing else of the forward. Raises LabError.
     """
     check_edit(handle, edit)
-    with handle.running():
+    with edit.running(handle):
         inputs = torch.as_tensor(ids, dtype=torch.int64, device=handle.device)
         inputs = inputs if position is None else inputs[:, : position + 1]
         plan = _plan(handle, edit, inputs)

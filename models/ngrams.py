@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.canonical import canonical_key
-from models.engram import EngramModel
+from models.engram import MemoryStack
 from models.handle import Handle
 from models.hashing import INT64_MAX, NgramHash, ngram_mixes
 from models.memory import memories
@@ -102,11 +102,11 @@ def _distinct(words: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.nda
     return words[:, first], np.add.reduceat(counts[order], np.flatnonzero(first))
 
 
-def engram_model(handle: Handle) -> EngramModel:
+def engram_model(handle: Handle) -> MemoryStack:
     """The model below the head; LabError if it has no memory."""
     memories(handle)
     model = handle.model.base_model
-    assert isinstance(model, EngramModel)
+    assert isinstance(model, MemoryStack)
     return model
 
 

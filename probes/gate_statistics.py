@@ -35,7 +35,7 @@ class Ngram(Record):
 
 def canonical_map(handle: Handle) -> np.ndarray:
     """The canonical id [raw id] of every token, as the model's own memory has it."""
-    found: np.ndarray = handle.model.get_buffer("model.canonical_ids").cpu().numpy()
+    found: np.ndarray = handle.model.base_model.canonical_ids.cpu().numpy()
     return found
 
 
