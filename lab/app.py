@@ -62,6 +62,7 @@ navigation = st.navigation(
             at("sensitivity", "What it is for", "query_stats"),
             at("hash", "Hash", "tag"),
         ],
+        "Cache": [at("kv", "KV cache", "layers")],
     }
 )
 st.html(theme.css(runner.mode()))

@@ -118,6 +118,7 @@ def check(device: str = "cuda", names: tuple[str, str] = ("engram-mini", "dense-
     import torch
 
     from models.handle import open_model
+    from models.ngrams import engram_model
     from probes.base import versions
 
     out: dict[str, Any] = {"available": True, "device": device, "versions": versions()}
@@ -138,7 +139,7 @@ def check(device: str = "cuda", names: tuple[str, str] = ("engram-mini", "dense-
             if tables != device:
                 for handle in handles:
                     if handle.engram_layers:
-                        handle.model.base_model.place_tables("cpu", pin=True)
+                        engram_model(handle).place_tables("cpu", pin=True)
             for probe, run in PROBES.items():
                 if cuda:
                     torch.cuda.reset_peak_memory_stats()

@@ -12,5 +12,8 @@ PROBES = {  # name -> module, imported when it is needed
     "kv swap": "probes.kv_swap",
     "kv map": "probes.kv_map",
     "kv knockout": "probes.kv_knockout",
+    "kv erratum": "probes.kv_erratum",
+    "kv reasoning": "probes.kv_reasoning",
+    "kv compose": "probes.kv_compose",
     "kv set": "probes.kv_set",
 }

@@ -16,6 +16,7 @@ from models.canonical import normalise
 from models.engram import gate_value
 from models.handle import Handle
 from models.memory import memories
+from models.ngrams import engram_model
 from probes.base import Record
 
 
@@ -35,7 +36,7 @@ class Ngram(Record):
 
 def canonical_map(handle: Handle) -> np.ndarray:
     """The canonical id [raw id] of every token, as the model's own memory has it."""
-    found: np.ndarray = handle.model.base_model.canonical_ids.cpu().numpy()
+    found: np.ndarray = engram_model(handle).canonical_ids.cpu().numpy()
     return found
 
 

@@ -18,6 +18,9 @@ FRONTS = (
     "kv swap",
     "kv map",
     "kv knockout",
+    "kv erratum",
+    "kv reasoning",
+    "kv compose",
     "kv set",
 )  # the probes of probes.PROBES, in the order of --help
 

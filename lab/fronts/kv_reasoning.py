@@ -1,0 +1,91 @@
+"""Writing before the answer from a cache with the field swapped, on the command line and in exports."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lab import kv_scenarios
+from lab.fronts import arguments
+from lab.fronts.kv_swap import effects_row
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from lab.theme import Mode
+    from models.handle import Handle
+    from probes.base import Report
+    from probes.kv_reasoning import ReasoningConfig
+
+GROUP_HELP = kv_scenarios.GROUP_HELP
+HELP = "the field alone swapped, and the model writes some tokens before it answers"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the writing takes."""
+    arguments.add_models(parser)
+    kv_scenarios.add_scenario(parser)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", metavar="N", default=[0, 4, 16, 32],
+        help="tokens written before the answer (default: 0 4 16 32)",
+    )  # fmt: skip
+    parser.add_argument("--cue", metavar="TEXT", help="what the writing follows (default: one of ours)")
+
+
+def config(args: argparse.Namespace) -> ReasoningConfig:
+    """The request."""
+    from probes.kv_reasoning import CUE, ReasoningConfig
+
+    return ReasoningConfig(
+        arguments.names(args),
+        kv_scenarios.scenario_of(args),
+        tuple(args.tokens),
+        CUE if args.cue is None else args.cue,
+        args.align,
+    )
+
+
+def files(config: ReasoningConfig) -> dict[str, str]:
+    """None: the command holds the scenario itself."""
+    return {}
+
+
+def options(config: ReasoningConfig) -> list[str]:
+    """The flags of a request."""
+    from probes.kv_reasoning import CUE
+
+    flags = arguments.model_flags(config.models) + kv_scenarios.scenario_flags(config.scenario, config.align)
+    flags.append(" ".join(["--tokens", *map(str, config.tokens)]))
+    return [*flags, *([arguments.flag("cue", config.cue)] if config.cue != CUE else [])]
+
+
+def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
+    """The margin by tokens written."""
+    from lab.kv_run_figures import reasoning
+
+    return reasoning(report, mode)
+
+
+def rows(report: Report) -> Iterator[dict[str, Any]]:
+    """One row for each source read at once (tokens -1), then for each source and number of tokens."""
+    result = report.result
+    fixed = {"scenario": report.config.scenario.id, "oracle": result.oracle.both}
+    for n, source in enumerate(("old", "field", "new")):
+        yield (
+            fixed
+            | {"source": source, "tokens": -1, "written": 0, "holds": result.oracle.both, "text": ""}
+            | effects_row(result.direct, n)
+        )
+    for n, source in enumerate(result.sources):
+        yield (
+            fixed
+            | {
+                "source": source,
+                "tokens": int(result.tokens[n]),
+                "written": int(result.written[n]),
+                "holds": bool(result.holds[n]),
+                "text": result.texts[n],
+            }
+            | effects_row(result.effects, n)
+        )
