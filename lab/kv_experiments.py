@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -71,12 +73,12 @@ def _bits(equal: bool) -> str:
     return "the same bits" if equal else "other bits"
 
 
-def clicked() -> None:
-    """Take the cell that was clicked on the map as the one to look at."""
+def clicked(names: Sequence[str]) -> None:
+    """Take the cell that was clicked on the map, in layers of these names, as the one to look at."""
     points = st.session_state["map"].selection.points
     if points:
         st.session_state["kv_pos"] = int(points[0]["x"])
-        st.session_state["kv_group"] = int(points[0]["y"])
+        st.session_state["kv_group"] = names[int(points[0]["y"])]
 
 
 def recovery_map(request: Request) -> None:
@@ -97,7 +99,8 @@ def recovery_map(request: Request) -> None:
     figure = kv_figures.recovery_map(report, runner.mode())
     with st.container(key="map_scroll"):
         st.plotly_chart(
-            figure, theme=None, width=int(figure.layout.width), key="map", on_select=clicked, selection_mode="points",
+            figure, theme=None, width=int(figure.layout.width), key="map", selection_mode="points",
+            on_select=partial(clicked, result.group_names),
             config={"displayModeBar": False},
         )  # fmt: skip
     st.caption("Click a cell to read it below.")
@@ -106,17 +109,16 @@ def recovery_map(request: Request) -> None:
     start = result.pair.field_start
     page.keep_within("kv_pos", range(last + 1), start)
     position = int(cells.number_input("Position", 0, last, start, key="kv_pos", bind="query-params", width=130))
-    page.keep_within("kv_group", [-1, *range(len(result.groups))], -1)
-    group = cells.selectbox(
-        "Layers", [-1, *range(len(result.groups))], key="kv_group", bind="query-params", width=150,
-        format_func=lambda g: ANY if g < 0 else result.group_names[g],
-    )  # fmt: skip
+    offered = [ANY, *result.group_names]
+    page.keep_within("kv_group", offered, ANY)
+    chosen = cells.selectbox("Layers", offered, key="kv_group", bind="query-params", width=150)
+    group = offered.index(chosen) - 1
     cells.markdown(labels.markdown(cell(report, position, group)))
     shown = kv_figures.single_recovery(report)
     if group >= 0:
         shown = {p: float(result.recovery[group, p]) for p in shown}
-    which = "the most of any layers" if group < 0 else f"layers {result.group_names[group]}"
-    kv_page.the_prompt(report, shown, f", coloured by what each recovers alone in {which}")
+    which = "at most, in some layers" if group < 0 else f"in layers {chosen}"
+    kv_page.the_prompt(report, shown, f", coloured by what each recovers alone {which}")
     kv_page.finish(report, {"map": figure})
 
 
@@ -147,10 +149,10 @@ def knockout(request: Request) -> None:
     tokens = kv_figures.tokens_of(pair)
     kv_page.keep_all_within("kv_positions", range(pair.n_editable))
     positions = row.multiselect(
-        "Positions too", range(pair.n_editable), key="kv_positions", placeholder="none", width=260,
+        "Positions too", range(pair.n_editable), key="kv_positions", placeholder="none", width=200,
         format_func=lambda p: f"{p} {labels.short(tokens[p].label, 12)}", bind="query-params",
     )  # fmt: skip
-    draws = row.number_input("Draws", 1, 50, 4, key="noise", bind="query-params", width=130, help="Of random K and V.")
+    draws = row.number_input("Draws", 1, 50, 4, key="noise", bind="query-params", width=120, help="Of random K and V.")
     seed = kv_page.seed_box(row)
     unrelated = UNRELATED
     if "unrelated" in hows:
@@ -185,7 +187,7 @@ def library(handle: Handle) -> None:
     scenarios, box = kv_page.the_library()
     row = st.container(horizontal=True, vertical_alignment="bottom")
     chat = row.toggle("All in the chat template", key="chat_all", bind="query-params")
-    align = kv_page.split_toggle(row)
+    align = kv_page.split_toggle(row, "split_all", False)
     with st.container(width=420):
         seed, bootstrap = page.resampling()
     kv_page.take_library(box, scenarios)

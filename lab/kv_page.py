@@ -21,6 +21,7 @@ from probes.kv_effects import oracle_sentence
 from probes.kv_scenario import Scenario
 
 OWN = "own"  # id and kind of a scenario that is from no library
+ALL = "all kinds"
 STRONGER = "smollm2-135m"
 PARTS = {"K and V": "kv", "K alone": "k", "V alone": "v"}
 RECOVERY = (
@@ -98,11 +99,14 @@ def the_scenario(handle: Handle) -> Request:
     top = st.container()
     library, box = the_library()
     known = {own.id: own for own in library} | {page.OWN: dataclasses.replace(library[0], id=OWN, kind=OWN)}
-    page.keep_within("scenario", list(known), library[0].id)
     left, right = top.columns([3, 2])
-    name = left.selectbox(
-        "Scenario", list(known), format_func=lambda own: _title(own, known[own]), key="scenario", bind="query-params"
-    )
+    a, b = left.columns([1, 2])
+    kinds = [ALL, *dict.fromkeys(own.kind for own in library)]
+    page.keep_within("kind", kinds, ALL)
+    kind = a.selectbox("Kind of question", kinds, key="kind", bind="query-params")
+    names = [name for name, own in known.items() if kind in (ALL, own.kind) or name == page.OWN]
+    page.keep_within("scenario", names, names[0])
+    name = b.selectbox("Scenario", names, key="scenario", bind="query-params")
     scenario = known[name]
     # Of a file, ids may come again with other texts.
     shipped = name == page.OWN or scenario in kv_scenarios.library()
@@ -126,7 +130,7 @@ def the_scenario(handle: Handle) -> Request:
         "Chat template", scenario.chat, key=request.key("chat"), bind="query-params",
         help="The prompt as a user's message in the model's chat template, and the answer as its reply.",
     )  # fmt: skip
-    request = dataclasses.replace(request.edited(edits), align=split_toggle(b))
+    request = dataclasses.replace(request.edited(edits), align=split_toggle(b, "split", True))
     if request.scenario != scenario:
         defaults = {request.key(field): getattr(scenario, field) for field in edits}
         right.button("Undo my edits", key="undo", icon=":material/undo:", on_click=_undo, args=(defaults,))
@@ -134,22 +138,17 @@ def the_scenario(handle: Handle) -> Request:
     return request
 
 
-def split_toggle(container: st.delta_generator.DeltaGenerator) -> str:
+def split_toggle(container: st.delta_generator.DeltaGenerator, key: str, value: bool) -> str:
     """What to do with values of different token length, of probes.kv_scenario.ALIGN."""
     split = container.toggle(
-        "Split uneven values", key="split", bind="query-params",
-        help="Values of different token length are refused, or the shorter one is written in smaller tokens.",
+        "Split uneven values", value, key=key, bind="query-params",
+        help="Of values of different token length the shorter one is written in smaller tokens; else they are refused.",
     )  # fmt: skip
     return "split" if split else "refuse"
 
 
 def _undo(defaults: Mapping[str, object]) -> None:
     st.session_state.update(defaults)
-
-
-def _title(name: str, scenario: Scenario) -> str:
-    about = f" · {scenario.question}" if scenario.question else ""
-    return page.OWN if name == page.OWN else f"{scenario.kind} · {name}{about}"
 
 
 def _checksum(scenario: Scenario) -> int:
@@ -177,7 +176,7 @@ def seed_box(container: st.delta_generator.DeltaGenerator) -> int:
     """The seed of all that is drawn."""
     return int(
         container.number_input(
-            "Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", width=130, help="Of all that is drawn."
+            "Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", width=120, help="Of all that is drawn."
         )
     )
 
@@ -200,14 +199,15 @@ def the_oracle(report: Report) -> None:
         )
         if there
     ]
+    old, new = (labels.label(text.encode()) for text in pair.answer_texts)
     rows = [
         {
             "clean prompt": which,
             "value": getattr(report.config.scenario, which),
-            "should answer": pair.answer_texts[n],
-            f"P({pair.answer_texts[0]})": f"{found.prob_old[n]:.4f}",
-            f"P({pair.answer_texts[1]})": f"{found.prob_new[n]:.4f}",
-            "most likely token": found.top_texts[n],
+            "should answer": (old, new)[n],
+            f"P({old})": f"{found.prob_old[n]:.4f}",
+            f"P({new})": f"{found.prob_new[n]:.4f}",
+            "most likely token": labels.label(found.top_texts[n].encode()),
         }
         for n, which in enumerate(("old", "new"))
     ]

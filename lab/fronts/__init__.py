@@ -1,7 +1,8 @@
 """One module for each probe: how it is asked for on the command line, and its report as rows and as a figure.
 
 A front has HELP (and GROUP_HELP, where its name has two words), add_arguments(parser), config(args), options(config),
-files(config), rows(report) and figure(report, mode, handles). Heavy imports wait inside the functions, as `engram-lab --help` imports all of them.
+files(config), rows(report) and figure(report, mode, handles). Heavy imports wait inside the functions, as
+`engram-lab --help` imports all of them.
 """
 
 from __future__ import annotations
