@@ -10,6 +10,17 @@ import streamlit as st
 
 from lab import card, diagram, labels, runner, texts, training_figures
 
+# A page -> what it answers.
+QUESTIONS = {
+    "lens": "When does each model know what it is going to say? Raw, and through a lens tuned to each layer.",
+    "cka": "Which layer of the Engram looks like which layer of its twin: is it effectively deeper?",
+    "gates": "At which tokens does the memory open, what comes through, and is anything lost without it?",
+    "rows": "Which rows does an n-gram read, who shares them, and which tokens do they promote?",
+    "sensitivity": "Which texts need the memory: facts, or what can be read off the page?",
+    "hash": "How does a text become rows, step by step?",
+    "kv": "What does a KV cache remember of a field: the field itself, or conclusions behind it?",
+}
+
 
 def training_of(name: str) -> dict[str, Any]:
     """How a shipped model was trained: the points recorded on the way."""
@@ -60,7 +71,12 @@ st.markdown(
     "phrases need not be worked out by the lower layers. If that is true, an Engram should **settle its prediction "
     "earlier** than its twin. The logit lens puts that to the test."
 )
-
+st.subheader("What you can ask")
+for page, question in QUESTIONS.items():
+    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+        with st.container(width=230):
+            st.page_link(Path(__file__).with_name(f"{page}.py"))
+        st.markdown(question)
 st.subheader("A first experiment")
 st.markdown("Pick a prompt, and see at which layer each model knows how it goes on.")
 examples = texts.examples()
