@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.browser.plots import PATIENCE_MS
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = "/usr/bin/chromium"
-# A busy machine draws slowly; what is slow on an idle one is measured elsewhere.
-PATIENCE_MS = 240_000
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +53,12 @@ def browser() -> Iterator[Browser]:
         )
         yield opened
         opened.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    opened = browser.new_page(viewport={"width": 1400, "height": 1000}, reduced_motion="reduce")
+    opened.set_default_timeout(PATIENCE_MS)
+    expect.set_options(timeout=PATIENCE_MS)
+    yield opened
+    opened.close()

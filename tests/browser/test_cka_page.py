@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from lab import cka_figures
 from lab.fronts.cka import shipped
@@ -19,8 +18,7 @@ from probes.base import Report
 from probes.cka import CKAConfig, looks_like
 from probes.logit_lens import LensConfig
 from probes.points import read_sentences, take
-from tests.browser.conftest import PATIENCE_MS
-from tests.browser.test_lens_page import drawn, redrawn, settled
+from tests.browser.plots import drawn, redrawn, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -30,15 +28,6 @@ MODELS = ("engram-mini", "dense-mini")
 MAP, BIASED, ALIGNMENT = "CKA (unbiased)", "biased CKA", "Which layer of the other model"
 LEAD, LENS = "How much deeper the layers", "How far each layer"
 BIO = "Vienna\tB-a\nlies\tO\non\tO\nthe\tO\nDanube\tB-b\n.\tO\n\nAda\tB-p\nLovelace\tI-p\nmet\tO\nBabbage\tB-p\n"
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    opened = browser.new_page(viewport={"width": 1400, "height": 1000}, reduced_motion="reduce")
-    opened.set_default_timeout(PATIENCE_MS)
-    expect.set_options(timeout=PATIENCE_MS)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from lab.theme import PALETTES
 from models.handle import open_model
 from probes import gates
 from probes.base import Report
 from probes.gates import GatesConfig
-from tests.browser.conftest import PATIENCE_MS
-from tests.browser.test_lens_page import drawn, redrawn, settled, type_prompt
+from tests.browser.plots import drawn, redrawn, settled, type_prompt
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -28,15 +26,6 @@ MODEL = "engram-mini"
 # The figures of the page, found by their titles.
 MAP, KNOCKED, LENS, BARS = "the memory opens", "when one gate is shut", "with and without", "Which parts give"
 QUERY = f"target={TARGET.replace(' ', '+')}&prompt={PROMPT.replace('&', '%26').replace('$', '%24').replace(' ', '+')}"
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    opened = browser.new_page(viewport={"width": 1400, "height": 1000}, reduced_motion="reduce")
-    opened.set_default_timeout(PATIENCE_MS)
-    expect.set_options(timeout=PATIENCE_MS)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from lab.theme import PALETTES
 from models.handle import open_model
 from probes import logit_lens
 from probes.base import Report
 from probes.logit_lens import LensConfig
-from tests.browser.conftest import PATIENCE_MS
+from tests.browser.plots import drawn, redrawn, settled, type_prompt
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -27,26 +25,6 @@ MODELS = ("engram-mini", "dense-mini")
 # The figures of the page, found by their titles.
 CURVES = "How far each layer"
 MAP = "at each layer and position"
-
-READ = """title => {
-  const found = [...document.querySelectorAll('.js-plotly-plot')].find(
-    plot => plot.layout && plot.layout.title && plot.layout.title.text.includes(title));
-  if (!found) return null;
-  return found._fullData.map(trace => ({
-    name: trace.name, mode: trace.mode, type: trace.type,
-    y: Array.from(trace.y || []), x: Array.from(trace.x || []),
-    z: trace.z ? Array.from(trace.z, row => Array.from(row)) : null,
-    text: trace.type === 'heatmap' ? trace.text : null}));
-}"""
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    opened = browser.new_page(viewport={"width": 1400, "height": 1000}, reduced_motion="reduce")
-    opened.set_default_timeout(PATIENCE_MS)
-    expect.set_options(timeout=PATIENCE_MS)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -57,33 +35,6 @@ def report() -> Report:
     for handle in handles:
         handle.close()
     return found
-
-
-def settled(page: Page) -> None:
-    """Wait until the page has been drawn and the script has ended."""
-    page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]')
-
-
-def drawn(page: Page, title: str) -> list[dict[str, Any]]:
-    """The traces of the figure with this title, as Plotly has them in the page."""
-    page.wait_for_function(f"title => ({READ})(title) !== null", arg=title)
-    traces: list[dict[str, Any]] = page.evaluate(READ, title)
-    return traces
-
-
-def redrawn(page: Page, title: str, before: str) -> list[dict[str, Any]]:
-    """The traces once they are no longer those of before; the script may have ended a moment earlier."""
-    deadline = time.monotonic() + PATIENCE_MS / 1000
-    while json.dumps(traces := drawn(page, title)) == before:
-        assert time.monotonic() < deadline, f"the figure with {title!r} stayed as it was"
-        page.wait_for_timeout(100)
-    return traces
-
-
-def type_prompt(page: Page, prompt: str) -> None:
-    box = page.get_by_label("Prompt", exact=True)
-    box.fill(prompt)
-    box.press("Control+Enter")
 
 
 def test_typed_prompt_draws_the_probes_curve(page: Page, address: str, report: Report) -> None:

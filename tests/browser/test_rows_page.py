@@ -14,7 +14,7 @@ from lab.theme import PALETTES
 from models.handle import open_model
 from probes import rows
 from probes.rows import RowsConfig
-from tests.browser.test_lens_page import drawn, page, settled  # noqa: F401 - the fixture `page`
+from tests.browser.plots import drawn, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -22,7 +22,7 @@ PROMPT = "He was the capital of the United"
 THROUGH = "What came through"
 
 
-def test_what_came_through_is_the_probes(page: Page, address: str) -> None:  # noqa: F811
+def test_what_came_through_is_the_probes(page: Page, address: str) -> None:
     page.goto(f"{address}/rows?prompt={PROMPT.replace(' ', '+')}&memory=6&top=4&texts=20", wait_until="commit")
     (bars,) = drawn(page, THROUGH)
     settled(page)
@@ -38,7 +38,7 @@ def test_what_came_through_is_the_probes(page: Page, address: str) -> None:  # n
     expect(page.get_by_text(re.compile(f"gate {result.gate:.3f} of at most")).first).to_be_visible()
 
 
-def test_a_measure_is_picked_and_is_in_the_link(page: Page, address: str) -> None:  # noqa: F811
+def test_a_measure_is_picked_and_is_in_the_link(page: Page, address: str) -> None:
     page.goto(f"{address}/rows?texts=20", wait_until="commit")
     drawn(page, "How much of each head")
     settled(page)
@@ -53,7 +53,7 @@ def test_a_measure_is_picked_and_is_in_the_link(page: Page, address: str) -> Non
 
 @pytest.mark.parametrize(("scheme", "width"), [("dark", 1400), ("light", 800)])
 @pytest.mark.parametrize("name", ["rows", "hash"])
-def test_dark_and_narrow(page: Page, address: str, scheme: Any, width: int, name: str) -> None:  # noqa: F811
+def test_dark_and_narrow(page: Page, address: str, scheme: Any, width: int, name: str) -> None:
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 900})
     page.goto(f"{address}/{name}?texts=20", wait_until="commit")
@@ -66,7 +66,7 @@ def test_dark_and_narrow(page: Page, address: str, scheme: Any, width: int, name
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_the_example_is_worked_through_and_edited(page: Page, address: str) -> None:  # noqa: F811
+def test_the_example_is_worked_through_and_edited(page: Page, address: str) -> None:
     page.goto(f"{address}/hash", wait_until="commit")
     expect(page.get_by_text("mixes 549 and 174; rows 44, 34, 67, 65")).to_be_visible()
     box = page.get_by_label("Canonical ids", exact=True)

@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from models.engram import EngramConfig, EngramForCausalLM
 from models.handle import Handle
 from probes import logit_lens
 from probes.base import Report
@@ -21,16 +19,6 @@ TARGET = " the"
 CONTEXT = 640
 
 
-def engram(tokenizer: PreTrainedTokenizerFast) -> EngramForCausalLM:
-    shape = tiny.SMALL_LLAMA | {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
-    config = EngramConfig(**shape, engram_layer_ids=[1], engram_vocab_size=50, engram_n_heads=2)
-    canonical = config.set_tokenizer(tokenizer)
-    torch.manual_seed(1)
-    model = EngramForCausalLM(config).eval()
-    model.model.canonical_ids.copy_(torch.from_numpy(canonical))
-    return model
-
-
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return tiny.byte_level()
@@ -39,7 +27,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def twins(tokenizer: PreTrainedTokenizerFast) -> dict[str, PreTrainedModel]:
     dense = tiny.make("llama", max_position_embeddings=CONTEXT)
-    return {"engram-mini": engram(tokenizer), "dense-mini": dense}
+    return {"engram-mini": tiny.engram(tokenizer, max_position_embeddings=CONTEXT), "dense-mini": dense}
 
 
 @pytest.fixture(scope="session")

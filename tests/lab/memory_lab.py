@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 from transformers import PreTrainedTokenizerFast
 
 from lab import runner
-from models.engram import EngramConfig, EngramForCausalLM
+from models.engram import EngramForCausalLM
 from tests.lab.conftest import CONTEXT
 from tests.models import tiny
 
@@ -21,12 +21,7 @@ PAGES = APP.parent.parent / "pages"
 
 
 def engram(tokenizer: PreTrainedTokenizerFast, seed: int) -> EngramForCausalLM:
-    shape = tiny.SMALL_LLAMA | {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
-    config = EngramConfig(**shape, engram_layer_ids=[0, 2], engram_vocab_size=40, engram_n_heads=2)
-    canonical = config.set_tokenizer(tokenizer)
-    torch.manual_seed(seed)
-    model = EngramForCausalLM(config).eval()
-    model.model.canonical_ids.copy_(torch.from_numpy(canonical))
+    model = tiny.engram(tokenizer, seed, max_position_embeddings=CONTEXT, engram_layer_ids=[0, 2], engram_vocab_size=40)
     with torch.no_grad():
         for memory in model.model.memories():
             memory.table.weight.normal_()

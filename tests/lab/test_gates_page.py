@@ -19,8 +19,9 @@ from models import loading
 from models.handle import Handle
 from probes import gates
 from probes.gates import GatesConfig
-from tests.lab.conftest import engram
+from tests.lab.conftest import CONTEXT
 from tests.lab.test_app import APP, LINES, LONG, change, chart, clean, command, numbers, sentence, table
+from tests.models import tiny
 
 GATES = str(APP.parent.parent / "pages" / "gates.py")
 PROMPT = texts.examples()[0]["prompt"]
@@ -226,7 +227,7 @@ def test_of_two_memories_one_is_shown(
     tmp_path: Path, shipped: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(shipped, tmp_path / "models")
-    other = engram(tokenizer)
+    other = tiny.engram(tokenizer, max_position_embeddings=CONTEXT)
     other.model.layers[1].memory.key.weight.data.neg_()
     other.save_pretrained(tmp_path / "models" / "engram-other")
     tokenizer.save_pretrained(tmp_path / "models" / "engram-other")

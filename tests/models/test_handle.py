@@ -20,7 +20,6 @@ from tokenizers import normalizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from models.engram import EngramConfig, EngramForCausalLM
 from models.errors import CheckpointError, LabError, PromptError, TargetError
 from models.handle import Handle, open_model, single_token
 from tests.models import tiny
@@ -38,19 +37,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def engram(tokenizer: PreTrainedTokenizerFast) -> EngramForCausalLM:
-    torch.manual_seed(3)
-    shape: dict[str, Any] = tiny.SMALL_LLAMA | {"vocab_size": len(tokenizer)}
-    config = EngramConfig(**shape, engram_layer_ids=[1], engram_vocab_size=50, engram_n_heads=2)
-    canonical = config.set_tokenizer(tokenizer)
-    model = EngramForCausalLM(config).eval()
-    model.model.canonical_ids.copy_(torch.from_numpy(canonical))
-    return model
-
-
 @pytest.fixture(params=[*FAMILIES, "engram"])
 def handle(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> Handle:
-    model = engram(tokenizer) if request.param == "engram" else tiny.make(request.param)
+    model = tiny.engram(tokenizer) if request.param == "engram" else tiny.make(request.param)
     return Handle(model, tokenizer, request.param)
 
 

@@ -21,6 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from models.engram import EngramConfig, EngramForCausalLM
+
 TEXT = [
     "The river runs past the old mill and into the sea.",
     "Paris is the capital of France, and Tokyo (東京) that of Japan.",
@@ -70,6 +72,17 @@ def make(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if "norm" in name or "ln_" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def engram(tokenizer: PreTrainedTokenizerFast, seed: int = 1, **changes: Any) -> EngramForCausalLM:
+    """A random Engram with a memory at block 1, addressed by the tokenizer's own canonical ids."""
+    shape = SMALL_LLAMA | {"vocab_size": len(tokenizer), "engram_layer_ids": [1]}
+    config = EngramConfig(**shape | {"engram_vocab_size": 50, "engram_n_heads": 2} | changes)
+    canonical = config.set_tokenizer(tokenizer)
+    torch.manual_seed(seed)
+    model = EngramForCausalLM(config).eval()
+    model.model.canonical_ids.copy_(torch.from_numpy(canonical))
     return model
 
 

@@ -11,7 +11,6 @@ from models.handle import Handle
 from probes.kv_effects import run_clean
 from probes.kv_scenario import Scenario, prepare
 from tests.models import tiny
-from tests.probes.test_logit_lens import engram
 
 FAMILIES = ["llama", "qwen2", "gpt2", "engram"]
 RIVER = Scenario(
@@ -23,7 +22,7 @@ RIVER = Scenario(
 def opened(family: str) -> Handle:
     """A random model, its weights five times as large, so that what is attended to shows in the logits."""
     tokenizer = tiny.byte_level()
-    model = engram(tokenizer) if family == "engram" else tiny.make(family)
+    model = tiny.engram(tokenizer) if family == "engram" else tiny.make(family)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "embed" not in name and "wte" not in name:

@@ -13,9 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from models import EngramConfig, EngramForCausalLM
 from models.errors import AlignmentError, Cancelled, DataError, LabError, PromptError, TargetError
 from models.handle import Handle
 from probes import logit_lens
@@ -31,21 +30,11 @@ PROMPTS = (
 )
 
 
-def engram(tokenizer: PreTrainedTokenizerBase) -> EngramForCausalLM:
-    shape = tiny.SMALL_LLAMA | {"vocab_size": len(tokenizer)}
-    config = EngramConfig(**shape, engram_layer_ids=[1], engram_vocab_size=50, engram_n_heads=2)
-    canonical = config.set_tokenizer(tokenizer)
-    torch.manual_seed(1)
-    model = EngramForCausalLM(config).eval()
-    model.model.canonical_ids.copy_(torch.from_numpy(canonical))
-    return model
-
-
 @pytest.fixture(scope="module")
 def pair() -> list[Handle]:
     """A tiny Engram and a tiny Llama with one tokenizer, which puts BOS first."""
     tokenizer = tiny.byte_level()
-    return [Handle(engram(tokenizer), tokenizer, "memory"), Handle(tiny.make("llama"), tokenizer, "dense")]
+    return [Handle(tiny.engram(tokenizer), tokenizer, "memory"), Handle(tiny.make("llama"), tokenizer, "dense")]
 
 
 def config_of(handles: list[Handle], prompts: tuple[str, ...] = PROMPTS, **options: Any) -> LensConfig:

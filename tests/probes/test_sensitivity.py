@@ -14,7 +14,6 @@ from models.handle import Handle, open_model
 from probes.base import Report
 from probes.sensitivity import INTACT, Item, SensitivityConfig, SensitivityResult, TextSet, run
 from tests.models import tiny
-from tests.probes.test_logit_lens import engram
 
 FACTS = TextSet("facts", (Item("Paris is the capital of", " France"), Item("The river runs past the old", " mill")))
 WHOLE = TextSet("whole", (Item("naïve 東京 the the"), Item("A tab\tand\n two spaces"), Item("the sea")))
@@ -23,7 +22,7 @@ WHOLE = TextSet("whole", (Item("naïve 東京 the the"), Item("A tab\tand\n two 
 @pytest.fixture(scope="module")
 def pair() -> list[Handle]:
     tokenizer = tiny.byte_level()
-    memory = engram(tokenizer)
+    memory = tiny.engram(tokenizer)
     with torch.no_grad():  # an untrained memory hardly matters
         memory.model.layers[1].memory.table.weight.mul_(40)
     return [Handle(memory, tokenizer, "memory"), Handle(tiny.make("llama"), tokenizer, "dense")]

@@ -22,7 +22,7 @@ from probes.lens_math import lens_statistics
 from probes.logit_lens import LensConfig, run
 from probes.tuned_lens import Fit, FitConfig, FitInfo, NoTranslatorsError, Translators
 from tests.models import tiny
-from tests.probes.test_logit_lens import PROMPTS, engram, reference
+from tests.probes.test_logit_lens import PROMPTS, reference
 
 SMALL = FitConfig(steps=6, tokens=2000, seed=3)
 
@@ -31,7 +31,7 @@ SMALL = FitConfig(steps=6, tokens=2000, seed=3)
 def pair() -> list[Handle]:
     """A tiny Engram and a tiny Llama with one tokenizer, which puts BOS first."""
     tokenizer = tiny.byte_level()
-    return [Handle(engram(tokenizer), tokenizer, "memory"), Handle(tiny.make("llama"), tokenizer, "dense")]
+    return [Handle(tiny.engram(tokenizer), tokenizer, "memory"), Handle(tiny.make("llama"), tokenizer, "dense")]
 
 
 @pytest.fixture

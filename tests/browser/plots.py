@@ -1,0 +1,50 @@
+"""What the browser tests share: waiting for a page, and reading its figures as Plotly has drawn them."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from playwright.sync_api import Page
+
+# A busy machine draws slowly; what is slow on an idle one is measured elsewhere.
+PATIENCE_MS = 240_000
+
+READ = """title => {
+  const found = [...document.querySelectorAll('.js-plotly-plot')].find(
+    plot => plot.layout && plot.layout.title && plot.layout.title.text.includes(title));
+  if (!found) return null;
+  return found._fullData.map(trace => ({
+    name: trace.name, mode: trace.mode, type: trace.type,
+    y: Array.from(trace.y || []), x: Array.from(trace.x || []),
+    z: trace.z ? Array.from(trace.z, row => Array.from(row)) : null,
+    text: trace.type === 'heatmap' ? trace.text : null}));
+}"""
+
+
+def settled(page: Page) -> None:
+    """Wait until the page has been drawn and the script has ended."""
+    page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]')
+
+
+def drawn(page: Page, title: str) -> list[dict[str, Any]]:
+    """The traces of the figure with this title, as Plotly has them in the page."""
+    page.wait_for_function(f"title => ({READ})(title) !== null", arg=title)
+    traces: list[dict[str, Any]] = page.evaluate(READ, title)
+    return traces
+
+
+def redrawn(page: Page, title: str, before: str) -> list[dict[str, Any]]:
+    """The traces once they are no longer those of before; the script may have ended a moment earlier."""
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while json.dumps(traces := drawn(page, title)) == before:
+        assert time.monotonic() < deadline, f"the figure with {title!r} stayed as it was"
+        page.wait_for_timeout(100)
+    return traces
+
+
+def type_prompt(page: Page, prompt: str) -> None:
+    box = page.get_by_label("Prompt", exact=True)
+    box.fill(prompt)
+    box.press("Control+Enter")
