@@ -67,12 +67,26 @@ def cka(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
     return report, {"cka": report.result.cka}
 
 
+def kv_swap(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
+    """The probabilities of both answers on every step of a swap ladder, on the first model."""
+    from probes import kv_swap as probe
+    from probes.kv_scenario import Scenario
+
+    scenario = Scenario("He was born in {field}, a city in the", "France", "England", " north", " south")
+    # The best positions hang on near ties, which another number format may break otherwise.
+    config = probe.SwapConfig((handles[0].name,), scenario, align="split", best=(), draws=2)
+    report = probe.run(handles[:1], config)
+    effects = report.result.effects
+    return report, {"old": effects.prob_old, "new": effects.prob_new}
+
+
 # A new probe adds itself here: run on handles -> (report, figures to compare).
 PROBES: dict[str, Callable[[list[Handle]], tuple[Report, dict[str, np.ndarray]]]] = {
     "lens": lens,
     "gates": gates,
     "sensitivity": sensitivity,
     "cka": cka,
+    "kv swap": kv_swap,
 }
 
 
