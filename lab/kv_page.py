@@ -103,7 +103,7 @@ def the_scenario(handle: Handle) -> Request:
     a, b = left.columns([1, 2])
     kinds = [ALL, *dict.fromkeys(own.kind for own in library)]
     page.keep_within("kind", kinds, ALL)
-    kind = a.selectbox("Kind of question", kinds, key="kind", bind="query-params")
+    kind = a.selectbox("Kind", kinds, key="kind", bind="query-params")
     names = [name for name, own in known.items() if kind in (ALL, own.kind) or name == page.OWN]
     page.keep_within("scenario", names, names[0])
     name = b.selectbox("Scenario", names, key="scenario", bind="query-params")
@@ -113,7 +113,7 @@ def the_scenario(handle: Handle) -> Request:
     request = Request(handle, scenario, "refuse", scenario, scenario.id if shipped else f"{_checksum(scenario):08x}")
     edits: dict[str, Any] = {
         "template": left.text_area(
-            "Template, with {field} once", scenario.template, height=150, key=request.key("template"),
+            "Template, with {field} once", scenario.template, height=168, key=request.key("template"),
             bind="query-params",
         )
     }  # fmt: skip
@@ -125,12 +125,11 @@ def the_scenario(handle: Handle) -> Request:
             edits[field] = column.text_input(
                 word, getattr(scenario, field), key=request.key(field), bind="query-params"
             )
-    a, b = right.columns(2)
-    edits["chat"] = a.toggle(
+    edits["chat"] = right.toggle(
         "Chat template", scenario.chat, key=request.key("chat"), bind="query-params",
         help="The prompt as a user's message in the model's chat template, and the answer as its reply.",
     )  # fmt: skip
-    request = dataclasses.replace(request.edited(edits), align=split_toggle(b, "split", True))
+    request = dataclasses.replace(request.edited(edits), align=split_toggle(right, "split", True))
     if request.scenario != scenario:
         defaults = {request.key(field): getattr(scenario, field) for field in edits}
         right.button("Undo my edits", key="undo", icon=":material/undo:", on_click=_undo, args=(defaults,))

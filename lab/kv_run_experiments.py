@@ -18,7 +18,7 @@ TEXTS = {
     "erratum": "The correction",
     "irrelevant": "A correction of something else",
     "wrong": "A correction to a wrong value",
-    "third": "The wrong value's answer",
+    "third": "A third value, the wrong one",
 }
 POLICIES = (0, 4, 3, 2, 1)  # corrections until all is prefilled anew
 TOKENS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
@@ -158,7 +158,7 @@ def compose(handle: Handle) -> None:
         key="lengths", bind="query-params", help="In tokens; the block is repeated or cut.",
     )  # fmt: skip
     answers = row.text_input(
-        "Answers to decide among", ";".join(kv_compose.ANSWERS), key="decide", bind="query-params", width=260,
+        "Answers to decide among", ";".join(kv_compose.ANSWERS), key="decide", bind="query-params", width=200,
         help="With ; between and a space before each that has one; may be empty.",
     )  # fmt: skip
     time = row.toggle("Measure seconds", key="kv_time", bind="query-params")

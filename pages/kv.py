@@ -22,8 +22,8 @@ def main() -> None:
     st.title("KV cache")
     st.markdown(
         "While a model reads a prompt, does it write down what follows from it? Change one field, give the stale cache "
-        "only some keys and values of the new prompt, and see which of them bring the new answer. This is about one model, "
-        "the first in the sidebar."
+        "only some keys and values of the new prompt, and see which of them bring the new answer. This is about one "
+        "model, the first in the sidebar."
     )
     handle = kv_page.the_model()
     chosen: str = st.segmented_control(
