@@ -17,6 +17,7 @@ All runs are nnsight traces, in inference mode and under the handle's lock.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from models.loading import first_line
 from models.tracing import pin_source
 
 pin_source(__file__)
+_checked: weakref.WeakSet[Handle] = weakref.WeakSet()  # handles that check_kv has passed
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +133,9 @@ def recompute(handle: Handle, kv: KV, first: int, k: int) -> KV:
 
 
 def check_kv(handle: Handle) -> None:
-    """KVError unless the model has a cache per token that it runs on as without one (tried on a few tokens)."""
+    """KVError unless the model has a cache per token that it runs on as without one (tried on a few tokens, once)."""
+    if handle in _checked:
+        return
     length = min(6, handle.context)
     ids = [n * (handle.vocab_size - 1) // length for n in range(length)]
     try:
@@ -147,6 +151,7 @@ def check_kv(handle: Handle) -> None:
             f"{handle.name} gives other logits on its own cache than without one (by {float(gap):.1%} of the largest), "
             "so nothing can be learnt from editing it."
         )
+    _checked.add(handle)
 
 
 def _run(handle: Handle, ids: Tensor, positions: Tensor, cache: Cache, keep: int) -> Tensor:

@@ -25,6 +25,7 @@ from probes.fact_alternatives_result import (
     OPTIMISED,
     PROMPT,
     RETRIEVAL,
+    AlternativesResult,
     Drift,
     summarise,
 )
@@ -43,8 +44,8 @@ LORA = {"ranks": (4, 2), "lora_steps": 6, "lora_rate": 0.02, "lora_stop": 0.01}
 CONFIG = AlternativesConfig(("m",), FACTS, TEXTS, RETRIEVED, bootstrap=50, **LORA)  # type: ignore[arg-type]
 
 
-def make(family: str = "llama") -> Handle:
-    model = tiny.make(family, max_position_embeddings=128, n_positions=128)
+def make(family: str = "llama", context: int = 128) -> Handle:
+    model = tiny.make(family, max_position_embeddings=context, n_positions=context)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(8.0)  # so that predictions are not all alike
     return graft(Handle(model, tiny.byte_level(), family), [1], rows_per_head=50, heads=2)
@@ -62,7 +63,9 @@ def report(handle: Handle) -> Report:
 
 def state(handle: Handle) -> Any:
     """All that an adapter could leave behind: weights, modules and their attributes, what is trained."""
-    modules = [(name, type(own), sorted(vars(own)), len(own._forward_hooks)) for name, own in handle.model.named_modules()]
+    modules = [
+        (name, type(own), sorted(vars(own)), len(own._forward_hooks)) for name, own in handle.model.named_modules()
+    ]
     parameters = [(name, id(own), own.requires_grad, own.grad is None) for name, own in handle.model.named_parameters()]
     return module_fingerprint(handle.model), modules, parameters, handle.model.training, torch.get_rng_state().tolist()
 
@@ -99,9 +102,7 @@ def test_recall_is_that_of_plain_forwards(family: str) -> None:
     """Of the model as it is, and behind the facts that are put before a prompt, without a cache."""
     handle = make(family)
     result = fact_alternatives.run([handle], dataclasses.replace(CONFIG, lora_steps=1)).result
-    lines = [
-        handle.tokenizer(f"{own.trigger}{own.answer}.\n", add_special_tokens=False)["input_ids"] for own in FACTS
-    ]
+    lines = [handle.tokenizer(f"{own.trigger}{own.answer}.\n", add_special_tokens=False)["input_ids"] for own in FACTS]
     for p, (trigger, answer) in enumerate(encoded(handle, prompts_of(FACTS))):
         orders: dict[str, list[int]] = {NOTHING: [], PROMPT: [0, 1, 2], RETRIEVAL: list(RETRIEVED[p][::-1])}
         for name, order in orders.items():
@@ -119,7 +120,9 @@ def test_rows_and_lora_are_read_like_everything_else(handle: Handle, report: Rep
     result = report.result
     for name, method in ((CLOSED, "closed_form"), (OPTIMISED, "optimised")):
         _, wrote = write(handle, FACTS, Writing(method=method))
-        np.testing.assert_allclose(result.probability[result.methods.index(name), :3], wrote.probability_after, rtol=1e-3)
+        np.testing.assert_allclose(
+            result.probability[result.methods.index(name), :3], wrote.probability_after, rtol=1e-3
+        )
     names = [name for name in result.methods if name.startswith("LoRA")]
     tokens = result.answer_tokens[:3].sum()
     for name, losses in zip(names, result.lora_loss, strict=True):
@@ -240,7 +243,8 @@ def test_means_and_intervals_by_hand() -> None:
     np.testing.assert_allclose(found["mean"][:, 2], [0.375, 0.3])
     np.testing.assert_allclose(found["gap"][0], [-0.5, 0, 0, 0.5])
     assert (found["top1_low"][0, 2], found["top1_high"][0, 2]) == (0, 1)  # both draws of one fact are likely enough
-    np.testing.assert_allclose(found["mean_low"][:, 3], 1)
+    np.testing.assert_allclose(found["mean_low"][0, 3], 1)
+    assert np.isnan(found["mean_low"][1]).all()  # only one fact has paraphrases
     np.testing.assert_allclose(found["size"], [0, 0.1, 0.2, 2.0])
     np.testing.assert_allclose(found["change"], [0, -0.1, -0.2, -2.0])
     np.testing.assert_allclose(found["kl"], size.sum(1) * 10 / 6)
@@ -258,8 +262,9 @@ def test_the_model_is_as_before(family: str) -> None:
     handle = make(family)
     config = dataclasses.replace(CONFIG, lora_steps=2, bootstrap=5)
     handle.residuals([[1, 2, 3]])  # nnsight puts its own things around modules at the first trace
-    fact_alternatives.run([handle], config)
+    write(handle, FACTS, Writing(steps=0))  # and the first overlay leaves an empty place for others
     before = state(handle)
+    assert any(trained for _, _, trained, _ in before[2])
     told: list[tuple[float, str]] = []
     first = fact_alternatives.run([handle], config, lambda done, what: told.append((done, what)))
     assert state(handle) == before
@@ -282,15 +287,11 @@ def test_the_same_request_gives_the_same_bits_whatever_was_drawn_before(handle: 
     torch.rand(3)
     again = fact_alternatives.run([handle], CONFIG)
     assert again.to_json() == report.to_json()
-    assert Report.from_dict(json.loads(report.to_json())) == report if "facts alternatives" in _probes() else True
+    stored = json.loads(report.to_json())
+    assert AlternativesConfig.from_dict(stored["config"]) == CONFIG
+    assert AlternativesResult.from_dict(stored["result"]) == report.result
     other = fact_alternatives.run([handle], dataclasses.replace(CONFIG, seed=1))
     assert other.result.lora_loss[0][-1] != report.result.lora_loss[0][-1]
-
-
-def _probes() -> dict[str, str]:
-    from probes import PROBES
-
-    return PROBES
 
 
 def test_time_is_told_only_if_asked_for(handle: Handle) -> None:
@@ -301,14 +302,15 @@ def test_time_is_told_only_if_asked_for(handle: Handle) -> None:
 
 
 def test_a_prompt_too_long_for_the_context_holds_the_first_facts() -> None:
-    handle = make()
-    facts = tuple(StatedFact(f"{word} is the capital of", f" {word}") for word in ("Paris", "river", "mill", "sea", "old"))
+    handle = make(context=64)
+    words = ("Paris and Tokyo", "A naïve river", "The old mill", "An old sea", "The capital")
+    facts = tuple(StatedFact(f"{word} is the capital of the sea and of", " France") for word in words)
     config = dataclasses.replace(CONFIG, facts=facts, retrieved=(tuple(range(5)),) * 8, ranks=(), bootstrap=5)
     result = fact_alternatives.run([handle], config).result
     coded = encoded(handle, recall_items(facts))
     lines = [handle.tokenizer(f"{own.trigger}{own.answer}.\n", add_special_tokens=False)["input_ids"] for own in facts]
     longest = max(*(len(a) + len(b) - 1 for a, b in coded), *(len(handle.encode(text)) for text in TEXTS))
-    fitting = max(n for n in range(6) if sum(map(len, lines[:n])) + longest <= 128)
+    fitting = max(n for n in range(6) if sum(map(len, lines[:n])) + longest <= 64)
     assert result.facts_in_prompt == fitting < 5
     extra = dict(zip(result.methods, result.extra_tokens.tolist(), strict=True))
     assert extra[PROMPT] == extra[RETRIEVAL] == sum(map(len, lines[:fitting]))
