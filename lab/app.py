@@ -63,6 +63,7 @@ navigation = st.navigation(
             at("hash", "Hash", "tag"),
         ],
         "Cache": [at("kv", "KV cache", "layers")],
+        "Users": [at("facts", "Facts", "edit_note")],
     }
 )
 st.html(theme.css(runner.mode()))

@@ -1,4 +1,4 @@
-"""The command line: `engram-lab app | models | probe | lens | rows | train | ship | card | bench | gpu-check`.
+"""The command line: `engram-lab app | models | probe | lens | rows | facts | graft | train | ship | card | ...`.
 
 Exit codes: 0; 2 for a bad request, with one sentence on stderr; 130 for an interrupt. Heavy imports wait for the
 command that needs them.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lab import card, lens_command, models_command, rows_command, ship, train_command
+from lab import card, facts_command, lens_command, models_command, rows_command, ship, train_command
 from lab.fronts import FRONTS, arguments, front
 
 BAD_REQUEST, INTERRUPTED = 2, 130
@@ -70,6 +70,8 @@ def build_parser() -> Parser:
     fit = lens.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
     lens_command.add_arguments(command("fit", "fit a translator for each layer on a text", lens_command.run, fit))
     rows_command.add_arguments(commands.add_parser("rows", help="count the reads of a memory's rows"))
+    facts_command.add_arguments(commands.add_parser("facts", help="write a user's facts into rows, as a file"))
+    facts_command.add_graft_arguments(commands.add_parser("graft", help="give any causal model an empty memory"))
     train_command.add_arguments(command("train", "train an Engram, or its dense twin", train_command.run))
     ship.add_arguments(command("ship", "put a finished run into model folders with cards", ship.run))
     card.add_arguments(command("card", "print the model card of the shipped models, measured now", card.run))

@@ -158,7 +158,7 @@ def graft(
         map_sha256=map_sha256(canonical),
     )
     with handle.lock:
-        model = _twin(handle.model)
+        model = twin(handle.model)
     attach(model, handle.tokenizer, spec, canonical)
     layers_named = ",".join(map(str, spec.layers))
     return Handle(model, handle.tokenizer, f"{handle.name}+memory@{layers_named}", spec.fingerprint)
@@ -319,7 +319,7 @@ def _stack_of(model: PreTrainedModel) -> tuple[Any, Any]:
     return model.get_submodule(blocks.rpartition(".")[0]), model.get_submodule(blocks)
 
 
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
+def twin(model: PreTrainedModel) -> PreTrainedModel:
     """New modules around the same tensors, without what nnsight has put around the old ones."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     wrapped = [name for name, module in model.named_modules() if "__nnsight__" in vars(module)]

@@ -18,6 +18,7 @@ QUESTIONS = {
     "rows": "Which rows does an n-gram read, who shares them, and which tokens do they promote?",
     "sensitivity": "Which texts need the memory: facts, or what can be read off the page?",
     "hash": "How does a text become rows, step by step?",
+    "facts": "Can a user's facts be written into single rows, and what else changes?",
     "kv": "What does a KV cache remember of a field: the field itself, or conclusions behind it?",
 }
 

@@ -16,4 +16,8 @@ PROBES = {  # name -> module, imported when it is needed
     "kv reasoning": "probes.kv_reasoning",
     "kv compose": "probes.kv_compose",
     "kv set": "probes.kv_set",
+    "facts check": "probes.fact_check",
+    "facts layers": "probes.fact_layers",
+    "facts density": "probes.fact_density",
+    "facts alternatives": "probes.fact_alternatives",
 }

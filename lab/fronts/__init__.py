@@ -23,6 +23,10 @@ FRONTS = (
     "kv reasoning",
     "kv compose",
     "kv set",
+    "facts check",
+    "facts layers",
+    "facts density",
+    "facts alternatives",
 )  # the probes of probes.PROBES, in the order of --help
 
 

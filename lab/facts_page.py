@@ -1,0 +1,385 @@
+"""Pieces of the page on facts: users, their table, writing, and undoing verified by bits.
+
+All that a user types and writes is in the browser's session; models and reports are shared, and never changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pandas as pd
+import streamlit as st
+import torch
+
+from lab import facts_files, labels, page, runner, texts
+from models.errors import DataError, LabError
+from models.handle import Handle
+from models.memory import addresses
+from models.overlay import Fact, Overlay, Stack, prepare
+from probes.base import Report
+from probes.fact_check import CheckConfig
+from probes.fact_locality import table_digest
+from probes.fact_sets import StatedFact, Writing, batches, logits_of, write
+from probes.fact_writing import encode_facts
+
+FIRST = 10  # facts of the persona that a user begins with
+METHOD_WORDS = {"optimised": "optimised", "closed form": "closed_form"}
+COLUMNS = ("trigger", "answer")
+
+
+@dataclass
+class Written:
+    """A user's facts as they are written for one model, and what undoing them has to give back."""
+
+    config: CheckConfig
+    facts: tuple[Fact, ...]  # as written; the overlay has those that were not undone
+    overlay: Overlay
+    tables: tuple[str, ...]  # SHA-256, before anything was written
+    bare: tuple[str, ...]  # [fact] of the logits at each trigger, before
+    undone: list[Fact] = field(default_factory=list)
+
+
+@dataclass
+class User:
+    """One user of this browser's session: the table, and what is written by the model's fingerprint."""
+
+    name: str
+    facts: tuple[StatedFact, ...]  # as the table was given them
+    now: tuple[StatedFact, ...] = ()  # with what was typed into it
+    version: int = 0  # of the table, ends its key
+    file: str = ""  # the last one that was read
+    asked: dict[str, CheckConfig] = field(default_factory=dict)
+    written: dict[str, Written] = field(default_factory=dict)
+
+    def take(self, facts: Sequence[StatedFact]) -> None:
+        """Another table."""
+        self.facts = self.now = tuple(facts)
+        self.version += 1
+
+    def forget(self, handle: Handle) -> None:
+        """Nothing is written for this model any more."""
+        self.asked.pop(handle.fingerprint, None)
+        self.written.pop(handle.fingerprint, None)
+
+
+def the_model() -> Handle | None:
+    """The first chosen model that has a memory; if none has, how to get one."""
+    opened = runner.handles(runner.chosen_models())
+    found = next((handle for handle in opened if handle.engram_layers), None)
+    if found is None:
+        st.info(
+            f"{labels.markdown(opened[0].name)} has no memory to write to: choose one that has, such as engram-mini, "
+            "or give it an empty one with `engram-lab graft --base MODEL --layer N --out DIR` and choose that folder."
+        )
+    return found
+
+
+# --- Users and their table -------------------------------------------------------------------------------------------
+
+
+def users() -> dict[str, User]:
+    """The users of this browser's session: two at first, each with ten facts of the persona."""
+    known = facts_files.persona()
+    found: dict[str, User] = st.session_state.setdefault(
+        "facts_users",
+        {
+            "maya": User("maya", known[:FIRST]),
+            "quinn": User("quinn", known[FIRST : 2 * FIRST]),
+        },
+    )
+    return found
+
+
+def _add_user() -> None:
+    name = st.session_state["facts_new_user"].strip()
+    if name and name not in users():
+        users()[name] = User(name, facts_files.persona()[:FIRST])
+        st.session_state.update({"facts_new_user": "", "facts_user": name, "facts_said": None})
+
+
+def _remove_user(name: str) -> None:
+    del users()[name]
+    st.session_state["facts_user"] = next(iter(users()))
+    st.session_state["facts_said"] = None
+
+
+def the_user(handle: Handle) -> User:
+    """The users with how much each has written, and the chosen one; LabError for a name that is taken."""
+    known = users()
+    names = list(known)
+    page.keep_within("facts_user", names, names[0])
+
+    def amount(own: User) -> str:
+        written = own.written.get(handle.fingerprint)
+        return f"{len(written.overlay.facts)} facts written" if written else "nothing written"
+
+    chosen = st.radio("User", names, key="facts_user", captions=[amount(own) for own in known.values()])
+    st.text_input("New user", key="facts_new_user", placeholder="a name, then Enter", on_change=_add_user)
+    st.button(
+        f"Remove {labels.markdown(chosen)}", key="facts_remove", icon=":material/person_remove:", width="stretch",
+        on_click=_remove_user, args=(chosen,), disabled=len(known) < 2,
+        help="With the facts and what is written; one user has to stay.",
+    )  # fmt: skip
+    taken = st.session_state["facts_new_user"].strip()
+    if taken:  # a new one is taken up, and the box emptied, before this
+        raise LabError(f"There is a user {taken} already: give another name.")
+    return known[chosen]
+
+
+def the_table(user: User) -> tuple[StatedFact, ...]:
+    """The editable table, and what fills it; LabError for a file or a line that is none."""
+    box = st.container()
+    persona = facts_files.persona()
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        for count, words in ((FIRST, "The first ten"), (len(persona), "All fifty")):
+            st.button(
+                words, key=f"facts_{count}", icon=":material/playlist_add:", on_click=user.take,
+                args=(persona[:count],),
+                help="Of the facts about Maya that we wrote, with paraphrases and neighbours.",
+            )  # fmt: skip
+        st.download_button(
+            "This table", facts_files.written(user.now or user.facts), facts_files.FILE, "application/x-ndjson",
+            key="facts_save", on_click="ignore", icon=":material/download:",
+        )  # fmt: skip
+    with st.expander("Bring your own facts"):
+        file = st.file_uploader(
+            'A .jsonl with "trigger" and "answer" (and "paraphrases", "neighbours", "composition") on each line, or a '
+            ".csv with these columns",
+            type=["jsonl", "csv"],
+            key=f"facts_file.{user.name}",
+        )
+    if file is not None and file.file_id != user.file:
+        user.take(facts_files.read(file.getvalue(), file.name))
+        user.file = file.file_id
+    key = f"facts_table.{user.name}.{user.version}"
+    if key not in st.session_state:  # it was not shown for a while: its edits are in `now` alone
+        user.facts = user.now or user.facts
+    given = pd.DataFrame([(own.trigger, own.answer) for own in user.facts], columns=COLUMNS, dtype="string")
+    typed = box.data_editor(
+        given, key=key, num_rows="dynamic", hide_index=True, height=300,
+        column_config={
+            "trigger": st.column_config.TextColumn(width="large", help="What is to be answered, as it is typed."),
+            "answer": st.column_config.TextColumn(width="medium", help="What follows it; a space before it is added."),
+        },
+    )  # fmt: skip
+    user.now = stated([tuple(row) for row in typed.fillna("").itertuples(index=False)], user.facts)
+    return user.now
+
+
+def stated(rows: Sequence[Sequence[str]], known: Sequence[StatedFact]) -> tuple[StatedFact, ...]:
+    """Rows (trigger, answer) of the table as facts; empty rows are left out. DataError for half a row.
+
+    A trigger that is known keeps its paraphrases and neighbours; with another answer it loses what needs the old one.
+    """
+    by_trigger = {own.trigger: own for own in known}
+    found = []
+    for n, (trigger, answer) in enumerate(((str(a).strip(), str(b).strip()) for a, b in rows), 1):
+        if bool(trigger) != bool(answer):
+            missing = "answer" if trigger else "trigger"
+            raise DataError(f"Row {n} of the table has no {missing}: fill it in, or delete the row.")
+        if not trigger:
+            continue
+        answer, own = facts_files.spaced(answer), by_trigger.get(trigger)
+        same = own is not None and own.answer == answer
+        found.append(
+            own if own is not None and same
+            else StatedFact(trigger, answer) if own is None
+            else StatedFact(trigger, answer, own.paraphrases, own.neighbours, None, own.id)
+        )  # fmt: skip
+    return tuple(found)
+
+
+def the_writing(handle: Handle, user: User) -> Writing:
+    """How the facts are to be written."""
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        layers = list(handle.engram_layers)
+        page.keep_within("facts_layer", layers, layers[-1])
+        layer = st.selectbox(
+            "Memory layer", layers, index=len(layers) - 1, key="facts_layer", bind="query-params", width=150,
+            help="The block that reads the rows; the deepest one by default.",
+        )  # fmt: skip
+        method = st.segmented_control(
+            "Method", list(METHOD_WORDS), default="optimised", required=True, key="facts_method", bind="query-params",
+            help="By formula, or trained from that start.",
+        )  # fmt: skip
+        trained = METHOD_WORDS[method] == "optimised"
+        steps = st.number_input(
+            "Steps", 0, 200, 15, key="facts_steps", bind="query-params", width=130, disabled=not trained,
+            help="Of Adam, for the optimised method.",
+        )  # fmt: skip
+    return Writing(user.name, int(layer), METHOD_WORDS[method], int(steps))
+
+
+def check_request(handle: Handle, facts: tuple[StatedFact, ...], writing: Writing) -> CheckConfig:
+    """The request of "facts check", with unrelated texts. Raises LabError."""
+    ours = texts.held_out()
+    n = st.number_input(
+        "Unrelated texts", 0, len(ours), min(facts_files.N_TEXTS, len(ours)), key="facts_texts", bind="query-params",
+        width=160, help="Sentences that have nothing to do with the facts, compared before and after.",
+    )  # fmt: skip
+    return CheckConfig((handle.name,), facts, writing, ours[: int(n)])
+
+
+# --- Writing and undoing ---------------------------------------------------------------------------------------------
+
+
+def check(handle: Handle, user: User) -> tuple[Report, Written] | None:
+    """The report of what was asked for, and the overlay; None if nothing was, or it was cancelled. Raises LabError."""
+    config = user.asked.get(handle.fingerprint)
+    if config is None:
+        return None
+    try:
+        report = runner.run("facts check", config)
+        if report is None:
+            return None
+        if handle.fingerprint not in user.written:
+            with st.spinner("Keeping the rows …"):
+                user.written[handle.fingerprint] = _written(handle, config)
+            st.rerun()  # the list of users stands above
+    except LabError:
+        user.forget(handle)
+        raise
+    return report, user.written[handle.fingerprint]
+
+
+def _written(handle: Handle, config: CheckConfig) -> Written:
+    """The overlay of a request, with the state of the model before it."""
+    facts = tuple(own.fact for own in config.facts)
+    tables, bare = table_digest(handle), logit_digests(handle, Stack(), facts)
+    overlay, _ = write(handle, config.facts, config.writing)
+    return Written(config, facts, overlay, tables, bare)
+
+
+def logit_digests(handle: Handle, overlays: Overlay | Stack, facts: Sequence[Fact]) -> tuple[str, ...]:
+    """SHA-256 of all logits of each fact's trigger, with the overlays; the same batches for the same facts."""
+    coded = encode_facts(handle, facts)
+    prompts, patch = [coded[fact][0] for fact in facts], prepare(handle, overlays)
+    found = [""] * len(facts)
+    for numbers, ids in batches(handle, prompts):
+        logits = logits_of(handle, ids, patch).cpu()
+        for row, n in enumerate(numbers):
+            raw = logits[row, : len(prompts[n])].contiguous().view(torch.uint8).numpy().tobytes()
+            found[n] = hashlib.sha256(raw).hexdigest()
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What undoing gave: "success" only where all bits are those from before."""
+
+    kind: str
+    text: str
+
+
+def edited(handle: Handle, overlays: Stack, ids: Sequence[int]) -> torch.Tensor:
+    """How many of the rows that each position of ids [pos] reads are replaced, [pos] int64."""
+    read = addresses(handle, [list(ids)])[:, 0].cpu()  # [layer, pos, order*head]
+    hits = [torch.isin(read[handle.engram_layers.index(n)], overlays.rows(n)[0]).sum(-1) for n in overlays.layers()]
+    return torch.stack(hits).sum(0) if hits else torch.zeros(len(ids), dtype=torch.int64)
+
+
+def undo_fact(handle: Handle, user: User, fact: Fact) -> Said:
+    """Take one fact out and compare every bit. LabError if it is not written."""
+    own = user.written[handle.fingerprint]
+    stack = Stack((own.overlay,)).without(user.name, fact)
+    if not stack.overlays:
+        return undo_users(handle, [user])
+    before, after = (logit_digests(handle, one, own.facts) for one in (own.overlay, stack))
+    n = own.facts.index(fact)
+    others = [k for k, other in enumerate(own.facts) if other in stack.overlays[0].facts]
+    kept = sum(before[k] == after[k] for k in others)
+    tables = table_digest(handle) == own.tables
+    reads = int(edited(handle, stack, encode_facts(handle, [fact])[fact][0]).sum())
+    back = after[n] == own.bare[n]
+    own.overlay = stack.overlays[0]
+    own.undone.append(fact)
+    said = f"{fact} is undone. {_tables(own.tables, tables)} "
+    if back:
+        said += "The logits of its trigger have the bits from before writing"
+    elif reads:
+        said += (
+            f"Its trigger still reads {reads} rows that other facts have, so that its logits are not those from before"
+        )
+    else:
+        said += "The logits of its trigger are not those from before, though it reads no row of another fact"
+    said += f"; of {len(others)} other triggers {kept} have the bits from just before undoing."
+    broken = not tables or (not back and not reads)
+    return Said("error" if broken else "success" if back and kept == len(others) else "info", said)
+
+
+def undo_users(handle: Handle, gone: Sequence[User]) -> Said:
+    """Take all facts of these users out of the stack of all, and compare what they now get with what was before."""
+    stack = Stack(tuple(own.written[handle.fingerprint].overlay for own in gone))
+    for user in gone:
+        stack = stack.without(user.name)
+    equal = total = 0
+    tables, first = True, gone[0].written[handle.fingerprint].tables
+    for user in gone:
+        own = user.written[handle.fingerprint]
+        equal += sum(a == b for a, b in zip(logit_digests(handle, stack, own.facts), own.bare, strict=True))
+        total += len(own.facts)
+        tables &= table_digest(handle) == own.tables
+        user.forget(handle)
+    names = " and ".join(user.name for user in gone)
+    return Said(
+        "success" if tables and equal == total else "error",
+        f"Everything of {names} is undone. {_tables(first, tables)} Of {total} triggers {equal} have, in every logit, "
+        "the bits from before writing.",
+    )
+
+
+def _tables(digests: Sequence[str], same: bool) -> str:
+    shown = hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
+    many, has = ("The table", "has") if len(digests) == 1 else (f"The {len(digests)} tables", "have")
+    return f"{many} {'still' if same else 'no longer'} {has} the digest {shown}."
+
+
+def the_undo(handle: Handle, user: User, own: Written) -> None:
+    """Buttons that undo, and the download of what is written."""
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        facts = list(own.overlay.facts)
+        page.keep_within("facts_undo", facts, facts[0])
+        fact = st.selectbox("Written fact", facts, key="facts_undo", width=420)
+        said = None
+        if st.button("Undo this fact", key="undo_fact", icon=":material/undo:"):
+            said = undo_fact(handle, user, fact)
+        if st.button(f"Undo {labels.markdown(user.name)}", key="undo_user", icon=":material/person_off:"):
+            said = undo_users(handle, [user])
+        if st.button("Undo everything", key="undo_all", icon=":material/delete_sweep:", help="Of all users, here."):
+            said = undo_users(handle, [other for other in users().values() if handle.fingerprint in other.written])
+        st.download_button(
+            "Overlay", own.overlay.to_bytes, f"{user.name}.safetensors", "application/octet-stream",
+            key="facts_overlay", on_click="ignore", icon=":material/download:",
+            help=f"{own.overlay.n_rows} rows with their facts, for this very model.",
+        )  # fmt: skip
+    if said is not None:
+        st.session_state["facts_said"] = said
+        st.rerun()  # the list of users stands above
+
+
+def what_was_undone() -> None:
+    """The last undo, in a sentence."""
+    said: Said | None = st.session_state.get("facts_said")
+    if said is not None:
+        shown = {"success": st.success, "info": st.info, "error": st.error}[said.kind]
+        shown(labels.markdown(said.text), icon=":material/check:" if said.kind == "success" else None)
+
+
+def begin(handle: Handle, user: User, config: CheckConfig) -> None:
+    """Ask for facts to be written, in place of what is."""
+    user.forget(handle)
+    user.asked[handle.fingerprint] = config
+    st.session_state["facts_said"] = st.session_state["cancelled"] = None
+
+
+def what_it_shows(own: Written, config: CheckConfig) -> None:
+    """What has changed since the check that is shown."""
+    if own.undone:
+        st.caption(
+            f"{len(own.undone)} of {len(own.facts)} facts undone since: the check below is of all of them as they were "
+            "written, the view of any prompt and the overlay are of those that are left."
+        )
+    if own.config.to_dict() != config.to_dict():
+        st.caption("The table or the settings have changed since: write again to check them.")

@@ -1,0 +1,79 @@
+"""The same facts at each memory layer, on the command line and in exports."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lab import facts_files
+from lab.fronts import arguments
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from lab.theme import Mode
+    from models.handle import Handle
+    from probes.base import Report
+    from probes.fact_layers import LayersConfig
+
+GROUP_HELP = facts_files.GROUP_HELP
+HELP = "the same facts written at each memory layer by itself"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the study takes."""
+    arguments.add_models(parser)
+    facts_files.add_facts(parser, layer=False)
+    parser.add_argument(
+        "--layer", type=int, action="append", metavar="N", help="may be repeated (default: all memory layers)"
+    )
+    arguments.add_resampling(parser)
+
+
+def config(args: argparse.Namespace) -> LayersConfig:
+    """The request."""
+    from probes.fact_layers import LayersConfig
+
+    return LayersConfig(
+        arguments.names(args),
+        facts_files.facts_of(args),
+        facts_files.writing_of(args),
+        tuple(args.layer or ()),
+        args.seed,
+        args.bootstrap,
+    )
+
+
+def files(config: LayersConfig) -> dict[str, str]:
+    """The facts, where they are not ours."""
+    return facts_files.files(config.facts)
+
+
+def options(config: LayersConfig) -> list[str]:
+    """The flags of a request."""
+    return [
+        *arguments.model_flags(config.models),
+        *facts_files.flags(config.facts, config.writing),
+        *(arguments.flag("layer", layer) for layer in config.layers),
+        arguments.flag("seed", config.seed),
+        arguments.flag("bootstrap", config.bootstrap),
+    ]
+
+
+def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
+    """Recall by layer."""
+    from lab.facts_figures import layers
+
+    return layers(report, mode)
+
+
+def rows(report: Report) -> Iterator[dict[str, Any]]:
+    """One row for each layer and figure."""
+    from probes.fact_layers import FIGURES
+
+    result = report.result
+    for n, layer in enumerate(result.layers):
+        for name in FIGURES:
+            low, mean, high = (float(getattr(result, name + end)[n]) for end in ("_low", "", "_high"))
+            yield {"layer": layer, "figure": name, "value": mean, "low": low, "high": high}
