@@ -1,4 +1,4 @@
-"""`engram-lab facts write | remove | list`, overlays of a user's facts as files, and `engram-lab graft`."""
+"""`engram-lab facts write | remove | list | check`, overlays of a user's facts as files, and `engram-lab graft`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lab import facts_files
+from lab.fronts import arguments, front
+
+CHECK = front("facts check")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     show = command("list", "what an overlay holds", run_list)
     show.add_argument("file", type=Path, metavar="FILE", help="an overlay")
+
+    check = command("check", CHECK.HELP, run_check)  # the probe by a shorter name
+    check.set_defaults(probe="facts check")
+    CHECK.add_arguments(check)
+    arguments.add_outputs(check)
 
 
 def add_graft_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +106,13 @@ def run_remove(args: argparse.Namespace) -> int:
     overlay.save(out)
     print(f"{out}: {len(overlay.facts)} facts of {overlay.user}, {overlay.n_rows} rows")
     return 0
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """As `engram-lab probe facts check`."""
+    from lab.cli import run_probe
+
+    return run_probe(args)
 
 
 def run_list(args: argparse.Namespace) -> int:
