@@ -58,10 +58,10 @@ def command_line(probe: str, config: Record) -> str:
 
 
 def python(probe: str, config: Record) -> str:
-    """A Python program of a request; a long one is read from REQUEST_FILE."""
+    """A Python program of a request; one that is long, or holds records of its own, is read from REQUEST_FILE."""
     module, kind = PROBES[probe].rpartition(".")[2], type(config).__name__
     head, made = "", _constructor(config)
-    if len(made) > LONG:
+    if len(made) > LONG or any(_holds_records(getattr(config, item.name)) for item in dataclasses.fields(config)):
         head = "import json\nfrom pathlib import Path\n\n"
         made = f'{kind}.from_dict(json.loads(Path("{REQUEST_FILE}").read_text(encoding="utf-8")))'
     return (
@@ -72,6 +72,11 @@ def python(probe: str, config: Record) -> str:
         f"report = {module}.run([open_model(name) for name in config.models], config)\n"
         "print(report.to_json())\n"
     )
+
+
+def _holds_records(value: object) -> bool:
+    """Whether a field is made of records of its own, which a program would have to import one by one."""
+    return isinstance(value, Record) or (isinstance(value, tuple) and any(map(_holds_records, value)))
 
 
 def _constructor(config: Record) -> str:

@@ -90,7 +90,7 @@ def run_write(args: argparse.Namespace) -> int:
         print(f"{before:8.4f} -> {after:.4f}  {fact}")
     for group in report.aliases:
         named = " and ".join(str(overlay.facts[n]) for n in group)
-        print(f"{named} address the same rows: no more than one of them can be read.", file=sys.stderr)
+        print(f"{named} address the same rows: one vector for both, so one of them may not be said.", file=sys.stderr)
     return 0
 
 

@@ -17,6 +17,7 @@ from lab.cli import build_parser, main
 from models.errors import LabError
 from probes.base import Report
 from probes.logit_lens import LensConfig
+from probes.sensitivity import Item, SensitivityConfig, TextSet
 
 NASTY = '-x it\'s "quoted" $HOME `ls` \\n\nnaïve 東京 👍🏽 <b>'
 
@@ -109,6 +110,17 @@ def test_the_same_for_a_set(
     printed = json.loads(capsys.readouterr().out)
     report = run_python(export.python("lens", config))
     assert report.config == config and printed == json.loads(report.to_json())
+
+
+def test_a_request_of_records_is_read_from_its_file(
+    shipped: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sets = (TextSet("facts", (Item("The river runs", " past"),)),)
+    config = SensitivityConfig((str(shipped / "engram-mini"),), sets, bootstrap=20)
+    for name, text in export.files("sensitivity", config).items():
+        Path(name).write_text(text, encoding="utf-8")
+    assert run_python(export.python("sensitivity", config)).config == config
 
 
 FIGURE = go.Figure(go.Scatter(y=[1, 2]), layout={"width": 300, "height": 200})

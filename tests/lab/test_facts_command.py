@@ -76,7 +76,7 @@ def test_a_file_of_facts(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "o.safetensors"
     assert written("--facts", tmp_path / "facts.csv", "--out", out) == 0
     assert [fact.answer for fact in load_overlay(out).facts] == [" past", " into"]
-    assert "address the same rows: no more than one of them can be read." in capsys.readouterr().err
+    assert "address the same rows: one vector for both" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_sentence_and_nothing_is_written(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from models.handle import Handle
 from probes import gates
 from probes.base import Report
 from probes.gates import GatesConfig
-from tests.lab.conftest import PROMPT, TARGET, engram
+from tests.lab.conftest import CONTEXT, PROMPT, TARGET
+from tests.models import tiny
 
 TEXTS = ("The river runs past the river", "the river runs past", "past the old mill and the river runs past")
 
@@ -30,7 +31,7 @@ TEXTS = ("The river runs past the river", "the river runs past", "past the old m
 @pytest.fixture(scope="module")
 def handle(tokenizer: PreTrainedTokenizerFast) -> Handle:
     """A tiny Engram of two memory layers, whose norms allow other gates than its width does."""
-    model: PreTrainedModel = engram(tokenizer)
+    model: PreTrainedModel = tiny.engram(tokenizer, max_position_embeddings=CONTEXT)
     model.model.layers[1].memory.key_norm.weight.data.mul_(1.7)
     return Handle(model, tokenizer, "engram-mini")
 
