@@ -2,8 +2,8 @@
 
 Axes: size (facts written together), fact, user (of two). The facts are drawn into groups of each size, every fact in
 one of them as far as they go; each group is written by itself. A fact has an alias in its group if another one there
-has the same address and another answer: of these a table can hold but one, however few facts there are. What else is
-not said was lost to interference: facts that share some rows, or that the writing could not reach.
+has the same address and another answer: the two have one vector, and only the rest of the residual can tell them
+apart. What else is not said was lost to interference: facts that share some rows, or that the writing could not reach.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from probes.fact_writing import encode_facts
 DEFINITIONS = {
     "top1": "Share of facts whose answer the model says, written with so many others.",
     "free": "The same over facts that share their address with no other answer of their group.",
-    "lost_alias": "Facts not said that have an alias: the address can hold but one answer.",
+    "lost_alias": "Facts not said that have an alias: one vector for two answers, not always told apart.",
     "lost_other": "Facts not said that have none.",
     "disjoint": "Two users with half of the facts each, on top of each other.",
     "overlapping": "The second user has the first one's triggers with other answers.",
