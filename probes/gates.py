@@ -22,7 +22,7 @@ from probes.attribution import Attribution, KnockOut, attribution, knock_out, pa
 from probes.base import Array, Progress, Protocol, Record, Report, arrays_of
 from probes.gate_statistics import Ngram, canonical_map, learned_ceilings, ranking, spearman, token_text
 from probes.lens_math import lens_statistics
-from probes.logit_lens import _mean, _scalars, _spans, _weights
+from probes.logit_lens import mean_interval, resample_weights, scalar_fields, spans_of
 
 # One sentence for each figure, to print beside it.
 DEFINITIONS = {
@@ -282,14 +282,14 @@ def _result(
     knocked: KnockOut | None,
 ) -> GatesResult:
     """All prompts put together, with the means over them."""
-    spans = [_spans(handle, prompt, own) for prompt, own in zip(config.prompts, ids, strict=True)]
+    spans = [spans_of(handle, prompt, own) for prompt, own in zip(config.prompts, ids, strict=True)]
     index = np.repeat(np.arange(len(ids)), [len(own) for own in ids])
     counted = np.concatenate([own.counted for own in spans])
-    weights = _weights(config)  # type: ignore[arg-type]  # it reads prompts, seed and bootstrap
+    weights = resample_weights(config)  # type: ignore[arg-type]  # it reads prompts, seed and bootstrap
 
     def mean(values: np.ndarray) -> tuple:
         """(mean, low, high), each [...], of values [..., pos]."""
-        found = _mean(values.reshape(-1, values.shape[-1]), counted, index, weights)
+        found = mean_interval(values.reshape(-1, values.shape[-1]), counted, index, weights)
         return tuple(None if own is None else own.reshape(values.shape[:-1]) for own in found)
 
     gate, written, loss = (_joined(intact, name) for name in ("gate", "written_norm", "loss"))
@@ -330,7 +330,7 @@ def _result(
         **_arrays("written_norm_mean", mean(written)),
         **_arrays("histogram", mean(inside.astype(np.float64))),
         **(_arrays("mean_kl", mean(_joined(intact, "kl"))) if config.detail else {}),
-        **_scalars("mean_loss", mean(loss)),
+        **scalar_fields("mean_loss", mean(loss)),
         attribution=made,
         target_names={i: token_text(handle, i) for i in used} if made is not None else None,
         knock_out=knocked,
@@ -369,9 +369,9 @@ def _control(
         rank_correlation=np.array([spearman(a, b) for a, b in pairs]).reshape(gate.shape[:2]),
         gate_mean=mean(changed)[0],
         **(_arrays("mean_kl", mean(_joined(runs, "kl"))) if config.detail else {}),
-        **_scalars("mean_loss", mean(own_loss)),
-        **_scalars("mean_loss_change", mean(own_loss.astype(np.float64) - loss)),
-        **_scalars("mean_final_kl", mean(final_kl)),
+        **scalar_fields("mean_loss", mean(own_loss)),
+        **scalar_fields("mean_loss_change", mean(own_loss.astype(np.float64) - loss)),
+        **scalar_fields("mean_final_kl", mean(final_kl)),
         gate=changed if config.detail else None,
         written_norm=_joined(runs, "written_norm") if config.detail else None,
     )

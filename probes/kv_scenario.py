@@ -16,7 +16,7 @@ from models.errors import AlignmentError, DataError, PromptError, TargetError
 from models.handle import Handle
 from models.loading import first_line
 from probes.base import Array, Record
-from probes.logit_lens import _spans
+from probes.logit_lens import spans_of
 
 FIELD = "{field}"
 ALIGN = ("refuse", "split")
@@ -203,7 +203,7 @@ def prepare(handle: Handle, scenario: Scenario, align: str = "refuse") -> Pair:
     if split:
         fields = _level(handle, scenario, fields, align)
         ids = [own[:head] + part + own[len(own) - tail :] for own, part in zip(ids, fields, strict=True)]
-    old, new = (_spans(handle, text, own) for text, own in zip(texts, ids, strict=True))
+    old, new = (spans_of(handle, text, own) for text, own in zip(texts, ids, strict=True))
     first_tokens = [texts_of(handle.pieces(own[:1], whole=False))[0] for own in answers]
     return Pair(
         text_old=texts[0],
@@ -233,7 +233,7 @@ def texts_of(pieces: Sequence[bytes]) -> tuple[str, ...]:
 
 def _value_tokens(handle: Handle, text: str, ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:
     """First position and the one behind the last of the tokens that hold a byte of start..stop-1."""
-    where = _spans(handle, text, ids)
+    where = spans_of(handle, text, ids)
     if not where.lossless:
         raise AlignmentError(
             f"The tokenizer of {handle.name} changes the text, so the field's tokens cannot be told: use a model whose "

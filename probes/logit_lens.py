@@ -89,12 +89,12 @@ def run(handles: Sequence[Handle], config: LensConfig, progress: Progress | None
     targets = [None if config.target is None else single_token(handle, config.target) for handle in handles]
     ids = [[handle.encode(prompt) for prompt in config.prompts] for handle in handles]
     spans = [
-        [_spans(handle, *each) for each in zip(config.prompts, own, strict=True)]
+        [spans_of(handle, *each) for each in zip(config.prompts, own, strict=True)]
         for handle, own in zip(handles, ids, strict=True)
     ]
     translators = [open_translators(handle) if config.tuned else None for handle in handles]
-    aligned = _align(handles, ids, spans) if len(handles) == 2 else None
-    weights = _weights(config)
+    aligned = align(handles, ids, spans) if len(handles) == 2 else None
+    weights = resample_weights(config)
 
     def told(n: int) -> Progress | None:
         """The progress of model n, within the whole."""
@@ -188,7 +188,7 @@ def _in_order(parts: Sequence[LensStatistics], order: torch.Tensor) -> LensStati
 
 
 @dataclass(frozen=True)
-class _Spans:
+class Spans:
     """Where a prompt's tokens lie in its UTF-8 bytes: ends [pos], starts [pos]; lossless if they spell it."""
 
     pieces: list[bytes]
@@ -198,7 +198,7 @@ class _Spans:
     lossless: bool
 
 
-def _spans(handle: Handle, prompt: str, ids: Sequence[int]) -> _Spans:
+def spans_of(handle: Handle, prompt: str, ids: Sequence[int]) -> Spans:
     pieces, text = handle.pieces(ids), prompt.encode()
     special = [handle.is_special(i) for i in ids]
     counted = np.ones(len(ids), dtype=bool)
@@ -211,10 +211,10 @@ def _spans(handle: Handle, prompt: str, ids: Sequence[int]) -> _Spans:
     else:
         spelled = [b"" if special[n] else piece for n, piece in enumerate(pieces)]
     end = np.minimum(np.cumsum([len(piece) for piece in spelled]), len(text)).astype(np.int64)
-    return _Spans(pieces, np.concatenate([[0], end[:-1]]).astype(np.int64), end, counted, lossless)
+    return Spans(pieces, np.concatenate([[0], end[:-1]]).astype(np.int64), end, counted, lossless)
 
 
-def _align(handles: Sequence[Handle], ids: Sequence, spans: Sequence[Sequence[_Spans]]) -> Alignment:
+def align(handles: Sequence[Handle], ids: Sequence, spans: Sequence[Sequence[Spans]]) -> Alignment:
     """Positions behind which the same text lies; AlignmentError if there are none but the prompts' ends."""
     pairs: list[tuple[int, int]] = []
     offset_a = offset_b = inner = 0
@@ -257,7 +257,7 @@ def _reading(
     found = {item.name: getattr(statistics, item.name) for item in fields(LensStatistics)}
     arrays: dict[str, Any] = {name: None if v is None else v.cpu().numpy() for name, v in found.items()}
     kl, top_ids = arrays["kl"], arrays["top_ids"]
-    mean_kl, mean_kl_low, mean_kl_high = _mean(kl, counted, index, weights)
+    mean_kl, mean_kl_low, mean_kl_high = mean_interval(kl, counted, index, weights)
     p10, p90 = np.quantile(kl[:, counted].astype(np.float64), [0.1, 0.9], axis=1)
     detail = top_ids.size > 0
     used = np.unique(top_ids).tolist()
@@ -269,7 +269,7 @@ def _reading(
         "mean_kl_high": mean_kl_high,
         "kl_p10": p10,
         "kl_p90": p90,
-        **_scalars("mean_settle_depth", _mean(arrays["settle_depth"], counted, index, weights)),
+        **scalar_fields("mean_settle_depth", mean_interval(arrays["settle_depth"], counted, index, weights)),
         "top_ids": top_ids if detail else None,
         "top_probs": arrays["top_probs"] if detail else None,
         "token_names": names,
@@ -284,7 +284,7 @@ def _model_lens(
     handle: Handle,
     config: LensConfig,
     ids: Sequence[Sequence[int]],
-    spans: Sequence[_Spans],
+    spans: Sequence[Spans],
     read: tuple[list[LensStatistics], torch.Tensor],
     target_id: int | None,
     translators: Translators | None,
@@ -309,8 +309,8 @@ def _model_lens(
         counted=counted,
         next_token_loss=loss,
         **logit,
-        **_scalars("mean_loss", _mean(loss, counted, index, weights)),
-        **_scalars("mean_final_entropy", _mean(logit["entropy"][-1], counted, index, weights)),
+        **scalar_fields("mean_loss", mean_interval(loss, counted, index, weights)),
+        **scalar_fields("mean_final_entropy", mean_interval(logit["entropy"][-1], counted, index, weights)),
         target_id=target_id,
         tuned=tuned,
     )
@@ -322,21 +322,21 @@ def _difference(a: ModelLens, b: ModelLens, aligned: Alignment, weights: np.ndar
 
     def compared(in_a: np.ndarray, in_b: np.ndarray) -> tuple:
         values = in_a[..., aligned.pos_a].astype(np.float64) - in_b[..., aligned.pos_b]
-        return _mean(values, counted, index, weights)
+        return mean_interval(values, counted, index, weights)
 
-    found: dict[str, Any] = _scalars("final_entropy", compared(a.entropy[-1], b.entropy[-1]))
+    found: dict[str, Any] = scalar_fields("final_entropy", compared(a.entropy[-1], b.entropy[-1]))
     if np.array_equal(a.token_ids, b.token_ids):
-        found |= _scalars("loss", compared(a.next_token_loss, b.next_token_loss))
+        found |= scalar_fields("loss", compared(a.next_token_loss, b.next_token_loss))
     if len(a.layer_names) == len(b.layer_names):
         for prefix, x, y in (("", a, b), ("tuned_", a.tuned, b.tuned)):
             if x is not None and y is not None:
-                found |= _scalars(f"{prefix}settle_depth", compared(x.settle_depth, y.settle_depth))
+                found |= scalar_fields(f"{prefix}settle_depth", compared(x.settle_depth, y.settle_depth))
                 names = [f"{prefix}mean_kl{end}" for end in ("", "_low", "_high")]
                 found |= dict(zip(names, compared(x.kl, y.kl), strict=True))
     return Difference(**found)
 
 
-def _weights(config: LensConfig) -> np.ndarray | None:
+def resample_weights(config: LensConfig) -> np.ndarray | None:
     """How often each resample draws each prompt, [resample, prompt]; None for one prompt."""
     n = len(config.prompts)
     if n == 1:
@@ -344,7 +344,7 @@ def _weights(config: LensConfig) -> np.ndarray | None:
     return np.random.default_rng(config.seed).multinomial(n, np.full(n, 1 / n), size=config.bootstrap)
 
 
-def _mean(values: np.ndarray, counted: np.ndarray, index: np.ndarray, weights: np.ndarray | None) -> tuple:
+def mean_interval(values: np.ndarray, counted: np.ndarray, index: np.ndarray, weights: np.ndarray | None) -> tuple:
     """(mean, low, high) of values [..., pos] where counted and not NaN; the 95 % interval or None."""
     valid = counted & ~np.isnan(values.reshape(-1, values.shape[-1])[0])
     member = (index[valid] == np.arange(index.max() + 1)[:, None]).astype(np.float64)  # [prompt, pos]
@@ -361,7 +361,7 @@ def _mean(values: np.ndarray, counted: np.ndarray, index: np.ndarray, weights: n
     return mean, low, high
 
 
-def _scalars(name: str, mean: tuple) -> dict[str, Any]:
+def scalar_fields(name: str, mean: tuple) -> dict[str, Any]:
     """(mean, low, high) as the fields name, name_low, name_high; what is not defined is None."""
     keys = (name, f"{name}_low", f"{name}_high")
     return {k: None if v is None or np.isnan(v) else float(v) for k, v in zip(keys, mean, strict=True)}

@@ -24,7 +24,7 @@ import numpy as np
 
 from models.errors import AlignmentError, DataError, LabError
 from models.handle import Handle
-from probes.logit_lens import _align, _Spans, _spans
+from probes.logit_lens import Spans, align, spans_of
 
 ENTITY, ALL, LAST = "entity", "all", "last"
 POINTS = (ENTITY, ALL, LAST)
@@ -199,13 +199,13 @@ def choose(
     if a tokenizer changes the text, so that this cannot be told.
     """
     spans = [
-        [_spans(handle, *each) for each in zip(own, got, strict=True)]
+        [spans_of(handle, *each) for each in zip(own, got, strict=True)]
         for handle, own, got in zip(handles, texts, ids, strict=True)
     ]
     found: list[tuple[int, int, int]] = []
     dropped = 0
     if kind == ALL:
-        aligned = _align(handles, ids, spans)
+        aligned = align(handles, ids, spans)
         counted = [np.concatenate([s.counted for s in own]) for own in spans]
         both = counted[0][aligned.pos_a] & counted[1][aligned.pos_b]
         sentence = np.repeat(np.arange(len(ids[0])), [len(own) for own in ids[0]])[aligned.pos_a]
@@ -235,7 +235,7 @@ def choose(
     return Chosen(sentences, pos_a, pos_b, dropped)
 
 
-def _token_ends(handle: Handle, spans: _Spans, sentence: int) -> dict[int, int]:
+def _token_ends(handle: Handle, spans: Spans, sentence: int) -> dict[int, int]:
     """Byte of the text -> the position whose token ends there; tokens that stand for no text have none."""
     if not spans.lossless:
         raise AlignmentError(
