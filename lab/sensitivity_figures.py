@@ -21,8 +21,8 @@ def changes(report: Report, mode: Mode = "light") -> go.Figure:
         mode,
         "What the loss rises by without the memory, and where it does not",
         f"{labels.plotly(report.config.models[0])}; bars: 95 % intervals over items; right of 0 the change hurts",
-        170 + 34 * len(conditions) * len(result.sets),
-        margin={"l": 40},
+        195 + 34 * len(conditions) * len(result.sets),
+        margin={"l": 40, "t": 125},  # the legend takes two lines where the window is narrow
     )
     for s, name in enumerate(result.sets):
         offset = (s - (len(result.sets) - 1) / 2) * 0.22

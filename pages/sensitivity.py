@@ -51,8 +51,8 @@ def main() -> None:
             f"{labels.markdown(opened[0].name)} has no memory to take away: choose one that has, such as engram-mini."
         )
         return
-    a, b, c = st.columns([3, 2, 2])
-    words = a.pills("Change", list(WORDS), selection_mode="multi", default=["memory off"], key="controls")
+    words = st.pills("Change", list(WORDS), selection_mode="multi", default=["memory off"], key="controls")
+    b, c = st.columns(2)
     layers = ["all", *map(str, withs[0].engram_layers), "each"]
     page.keep_within("at", layers, "all")
     at = b.selectbox("At memory layer", layers, key="at", bind="query-params")
