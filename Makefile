@@ -6,12 +6,13 @@ WORKERS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help app test format clean
+.PHONY: help app test format screenshots clean
 
 help:
 	@echo "make app      install what the lab needs into .venv (once) and start it in the browser"
 	@echo "make test     the same for the tests: ruff, mypy, pytest (ARGS='-k lens' picks some)"
 	@echo "make format   let ruff tidy the code"
+	@echo "make screenshots  take the pictures of the README anew, from the app itself"
 	@echo "make clean    remove .venv, caches and build folders"
 	@echo "PYTHON=python3.12 names another interpreter, ARGS='--port 8600' adds options"
 
@@ -42,6 +43,10 @@ format: .venv/installed-dev
 .venv/installed-dev: .venv/installed
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
+
+# The pictures of the README, from the real app; needs a Chromium.
+screenshots: .venv/installed-dev
+	PYTHONPATH=. $(BIN)/python assets/screenshots/make.py $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-from lab import labels, runner, theme
+from lab import labels, reopened, runner, theme
 from models.errors import LabError
 
 # Drawn here: an icon by name would be fetched from another server.
@@ -51,7 +51,6 @@ def at(name: str, title: str, icon: str, default: bool = False) -> Any:
     return st.Page(PAGES / f"{name}.py", title=title, icon=f":material/{icon}:", url_path=name, default=default)
 
 
-st.set_page_config(page_title="Engram Lab", page_icon=ICON, layout="wide")
 navigation = st.navigation(
     {
         "": [at("start", "Start", "explore", default=True)],
@@ -64,16 +63,27 @@ navigation = st.navigation(
         ],
         "Cache": [at("kv", "KV cache", "layers")],
         "Users": [at("facts", "Facts", "edit_note")],
+        "Experiments": [at("sessions", "Sessions", "bookmarks")],
+        "Help": [at("reference", "Reference", "menu_book")],
     }
 )
+title = "Engram Lab" if navigation.url_path in ("", "start") else f"{navigation.title} · Engram Lab"
+st.set_page_config(page_title=title, page_icon=ICON, layout="wide")
+reopened.begin(navigation.url_path or "start")  # before any widget
 st.html(theme.css(runner.mode()))
 with st.sidebar:
     pick_models()
+if reopened.state().said:
+    st.warning(reopened.state().said, icon=":material/bookmark:")
+    reopened.state().said = ""
 try:
-    navigation.run()
+    with runner.script():
+        navigation.run()
 except LabError as error:
     st.error(labels.markdown(str(error)), icon=":material/error:")
 except Exception as error:
+    if reopened.take_back():
+        st.rerun()
     st.error(
         "The lab itself failed here, which it should not: change the request, or report what is below.",
         icon=":material/bug_report:",

@@ -13,12 +13,29 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from lab import card, facts_command, lens_command, models_command, rows_command, ship, train_command
-from lab.fronts import FRONTS, arguments, front
+from lab import (
+    app_command,
+    card,
+    examples_command,
+    facts_command,
+    lens_command,
+    models_command,
+    replay_command,
+    rows_command,
+    session_command,
+    ship,
+    sweep_command,
+    train_command,
+)
+from lab.fronts import FRONTS, arguments, front, settled
+
+if TYPE_CHECKING:
+    from probes.base import Report
 
 BAD_REQUEST, INTERRUPTED = 2, 130
 # What is measured -> the module with a function of that name.
@@ -46,9 +63,7 @@ def build_parser() -> Parser:
         made.set_defaults(call=run)
         return made
 
-    app = command("app", "start the app and print its address", run_app)
-    app.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    app.add_argument("--port", type=int, default=8501, help="port (default %(default)s)")
+    app_command.add_arguments(command("app", "start the app and print its address", app_command.run))
 
     about = "list the models that can be opened without a network, or get a stronger one"
     models_command.add_arguments(command("models", about, models_command.run))
@@ -65,6 +80,13 @@ def build_parser() -> Parser:
         made.set_defaults(probe=name)
         front(name).add_arguments(made)
         arguments.add_outputs(made)
+
+    session_command.add_arguments(commands.add_parser("session", help="list, export, import and report what was kept"))
+    about = "compute the runs of an exported session again and say whether they came out the same"
+    replay_command.add_arguments(command("replay", about, replay_command.run))
+    about = "compute the example sessions that ship anew"
+    examples_command.add_arguments(command("examples", about, examples_command.run))
+    sweep_command.add_arguments(command("sweep", "run a probe over a grid of settings", sweep_command.run))
 
     lens = commands.add_parser("lens", help="fit the tuned lens of a model")
     fit = lens.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
@@ -85,14 +107,6 @@ def build_parser() -> Parser:
     return parser
 
 
-def run_app(args: argparse.Namespace) -> int:
-    """Serve the app until it is stopped."""
-    from lab import server
-
-    server.main(args.host, args.port)
-    return 0
-
-
 def run_probe(args: argparse.Namespace) -> int:
     """Any probe, its report written where it was asked for."""
     from lab import export
@@ -102,18 +116,51 @@ def run_probe(args: argparse.Namespace) -> int:
     module, shown = importlib.import_module(PROBES[args.probe]), front(args.probe)
     config = shown.config(args)
     options = {"device": args.device, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    if args.session is not None:
+        check_save(args)  # before anything is computed
     # stdout is the report's alone, whatever a checkpoint's own code or a library prints.
     with contextlib.redirect_stdout(sys.stderr), progress_line() as progress:
         opened = {name: open_model(name, **options) for name in dict.fromkeys(config.models)}
         handles = [opened[name] for name in config.models]
+        began = time.perf_counter()
         report = module.run(handles, config, progress)
+        seconds = time.perf_counter() - began
+    if args.session is not None:
+        save(args, report, seconds)
     if args.csv:
         write(args.csv, export.csv_text(report))
     if args.png:
         Path(args.png).write_bytes(export.png(shown.figure(report, "light", handles)))
-    if args.json or not (args.csv or args.png):
+    if args.json or not (args.csv or args.png or args.session):
         write(args.json or "-", report.to_json() + "\n")
     return 0
+
+
+def check_save(args: argparse.Namespace) -> None:
+    """Raise LabError where the run could not be kept."""
+    from lab.store import naming, open_store
+
+    naming.clean_name(args.session)
+    naming.clean_note(args.note or "")
+    naming.clean_tags(args.tag or ())
+    open_store(args.store).dispose()
+
+
+def save(args: argparse.Namespace, report: Report, seconds: float) -> None:
+    """Keep the run in a session, with the view that opens its page; says so on stderr."""
+    from lab.store import open_store
+    from models.errors import LabError
+
+    try:
+        view = front(args.probe).view(settled(report)).to_dict()
+    except LabError:  # its page cannot make this request: it is shown and replayed without
+        view = None
+    store = open_store(args.store)
+    try:
+        store.save(report, args.session, note=args.note, tags=args.tag, seconds=seconds, view=view)
+    finally:
+        store.dispose()
+    print(f'Kept in the session "{args.session}": engram-lab session show, or the page Sessions.', file=sys.stderr)
 
 
 def run_bench(args: argparse.Namespace) -> int:

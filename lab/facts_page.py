@@ -1,67 +1,32 @@
-"""Pieces of the page on facts: users, their table, writing, and undoing verified by bits.
-
-All that a user types and writes is in the browser's session; models and reports are shared, and never changed.
-"""
+"""Pieces of the page on facts: users, their table, writing, and undoing verified by bits."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import pandas as pd
 import streamlit as st
 import torch
 
 from lab import facts_files, labels, page, runner, texts
+from lab.facts_users import FIRST, User, Written, apart, take_up, users
+from lab.fronts.facts_widgets import METHODS, STEPS
 from models.errors import DataError, LabError
 from models.handle import Handle
 from models.memory import addresses
-from models.overlay import Fact, Overlay, Stack, prepare
+from models.overlay import Fact, Overlay, Stack, check_overlay, load_overlay, prepare
 from probes.base import Report
 from probes.fact_check import CheckConfig
 from probes.fact_locality import table_digest
 from probes.fact_sets import StatedFact, Writing, batches, logits_of, write
 from probes.fact_writing import encode_facts
 
-FIRST = 10  # facts of the persona that a user begins with
-METHOD_WORDS = {"optimised": "optimised", "closed form": "closed_form"}
 COLUMNS = ("trigger", "answer")
-
-
-@dataclass
-class Written:
-    """A user's facts as they are written for one model, and what undoing them has to give back."""
-
-    config: CheckConfig
-    facts: tuple[Fact, ...]  # as written; the overlay has those that were not undone
-    overlay: Overlay
-    tables: tuple[str, ...]  # SHA-256, before anything was written
-    bare: tuple[str, ...]  # [fact] of the logits at each trigger, before
-    undone: list[Fact] = field(default_factory=list)
-
-
-@dataclass
-class User:
-    """One user of this browser's session: the table, and what is written by the model's fingerprint."""
-
-    name: str
-    facts: tuple[StatedFact, ...]  # as the table was given them
-    now: tuple[StatedFact, ...] = ()  # with what was typed into it
-    version: int = 0  # of the table, ends its key
-    file: str = ""  # the last one that was read
-    asked: dict[str, CheckConfig] = field(default_factory=dict)
-    written: dict[str, Written] = field(default_factory=dict)
-
-    def take(self, facts: Sequence[StatedFact]) -> None:
-        """Another table."""
-        self.facts = self.now = tuple(facts)
-        self.version += 1
-
-    def forget(self, handle: Handle) -> None:
-        """Nothing is written for this model any more."""
-        self.asked.pop(handle.fingerprint, None)
-        self.written.pop(handle.fingerprint, None)
 
 
 def the_model() -> Handle | None:
@@ -79,35 +44,23 @@ def the_model() -> Handle | None:
 # --- Users and their table -------------------------------------------------------------------------------------------
 
 
-def users() -> dict[str, User]:
-    """The users of this browser's session: two at first, each with ten facts of the persona."""
-    known = facts_files.persona()
-    found: dict[str, User] = st.session_state.setdefault(
-        "facts_users",
-        {
-            "maya": User("maya", known[:FIRST]),
-            "quinn": User("quinn", known[FIRST : 2 * FIRST]),
-        },
-    )
-    return found
-
-
-def _add_user() -> None:
+def _add_user(handle: Handle) -> None:
     name = st.session_state["facts_new_user"].strip()
-    if name and name not in users():
-        users()[name] = User(name, facts_files.persona()[:FIRST])
+    if name and name not in users(handle):
+        users(handle)[name] = User(name, apart(handle)[:FIRST])
         st.session_state.update({"facts_new_user": "", "facts_user": name, "facts_said": None})
 
 
-def _remove_user(name: str) -> None:
-    del users()[name]
-    st.session_state["facts_user"] = next(iter(users()))
+def _remove_user(handle: Handle, name: str) -> None:
+    del users(handle)[name]
+    st.session_state["facts_user"] = next(iter(users(handle)))
     st.session_state["facts_said"] = None
 
 
 def the_user(handle: Handle) -> User:
     """The users with how much each has written, and the chosen one; LabError for a name that is taken."""
-    known = users()
+    known = users(handle)
+    take_up(handle, known)
     names = list(known)
     page.keep_within("facts_user", names, names[0])
 
@@ -115,16 +68,23 @@ def the_user(handle: Handle) -> User:
         written = own.written.get(handle.fingerprint)
         return f"{len(written.overlay.facts)} facts written" if written else "nothing written"
 
-    chosen = st.radio("User", names, key="facts_user", captions=[amount(own) for own in known.values()])
-    st.text_input("New user", key="facts_new_user", placeholder="a name, then Enter", on_change=_add_user)
-    st.button(
-        f"Remove {labels.markdown(chosen)}", key="facts_remove", icon=":material/person_remove:", width="stretch",
-        on_click=_remove_user, args=(chosen,), disabled=len(known) < 2,
-        help="With the facts and what is written; one user has to stay.",
-    )  # fmt: skip
+    with st.container(horizontal=True, vertical_alignment="bottom"):  # wraps where the window is narrow
+        chosen = st.radio(
+            "User", names, key="facts_user", captions=[amount(own) for own in known.values()], horizontal=True
+        )
+        st.text_input(
+            "New user", key="facts_new_user", placeholder="a name, then Enter", on_change=_add_user, args=(handle,),
+            width=190,
+        )  # fmt: skip
+        st.button(
+            f"Remove {labels.markdown(chosen)}", key="facts_remove", icon=":material/person_remove:",
+            on_click=_remove_user, args=(handle, chosen), disabled=len(known) < 2,
+            help="With the facts and what is written; one user has to stay.",
+        )  # fmt: skip
     taken = st.session_state["facts_new_user"].strip()
     if taken:  # a new one is taken up, and the box emptied, before this
         raise LabError(f"There is a user {taken} already: give another name.")
+    known[chosen].ten = apart(handle)[:FIRST]
     return known[chosen]
 
 
@@ -132,12 +92,15 @@ def the_table(user: User) -> tuple[StatedFact, ...]:
     """The editable table, and what fills it; LabError for a file or a line that is none."""
     box = st.container()
     persona = facts_files.persona()
+    offered = (
+        (FIRST, "Ten facts", user.ten, "The first ten that each have an address of their own."),
+        (len(persona), "All fifty", persona, "Of those that share an address the model can say only one."),
+    )
     with st.container(horizontal=True, vertical_alignment="bottom"):
-        for count, words in ((FIRST, "The first ten"), (len(persona), "All fifty")):
+        for count, words, facts, which in offered:
             st.button(
-                words, key=f"facts_{count}", icon=":material/playlist_add:", on_click=user.take,
-                args=(persona[:count],),
-                help="Of the facts about Maya that we wrote, with paraphrases and neighbours.",
+                words, key=f"facts_{count}", icon=":material/playlist_add:", on_click=user.take, args=(facts,),
+                help=f"Of the facts about Maya that we wrote, with paraphrases and neighbours. {which}",
             )  # fmt: skip
         st.download_button(
             "This table", facts_files.written(user.now or user.facts), facts_files.FILE, "application/x-ndjson",
@@ -160,8 +123,8 @@ def the_table(user: User) -> tuple[StatedFact, ...]:
     typed = box.data_editor(
         given, key=key, num_rows="dynamic", hide_index=True, height=300,
         column_config={
-            "trigger": st.column_config.TextColumn(width="large", help="What is to be answered, as it is typed."),
-            "answer": st.column_config.TextColumn(width="medium", help="What follows it; a space before it is added."),
+            "trigger": st.column_config.TextColumn(width=320, help="What is to be answered, as it is typed."),
+            "answer": st.column_config.TextColumn(help="What follows it; a space before it is added."),
         },
     )  # fmt: skip
     user.now = stated([tuple(row) for row in typed.fillna("").itertuples(index=False)], user.facts)
@@ -201,15 +164,15 @@ def the_writing(handle: Handle, user: User) -> Writing:
             help="The block that reads the rows; the deepest one by default.",
         )  # fmt: skip
         method = st.segmented_control(
-            "Method", list(METHOD_WORDS), default="optimised", required=True, key="facts_method", bind="query-params",
+            "Method", list(METHODS), default="optimised", required=True, key="facts_method", bind="query-params",
             help="By formula, or trained from that start.",
         )  # fmt: skip
-        trained = METHOD_WORDS[method] == "optimised"
+        trained = METHODS[method] == "optimised"
         steps = st.number_input(
-            "Steps", 0, 200, 15, key="facts_steps", bind="query-params", width=130, disabled=not trained,
+            "Steps", 0, STEPS, 15, key="facts_steps", bind="query-params", width=130, disabled=not trained,
             help="Of Adam, for the optimised method.",
         )  # fmt: skip
-    return Writing(user.name, int(layer), METHOD_WORDS[method], int(steps))
+    return Writing(user.name, int(layer), METHODS[method], int(steps))
 
 
 def check_request(handle: Handle, facts: tuple[StatedFact, ...], writing: Writing) -> CheckConfig:
@@ -235,8 +198,9 @@ def check(handle: Handle, user: User) -> tuple[Report, Written] | None:
         if report is None:
             return None
         if handle.fingerprint not in user.written:
-            with st.spinner("Keeping the rows …"):
-                user.written[handle.fingerprint] = _written(handle, config)
+            with st.spinner("Keeping the rows …"), runner.turn([handle]):
+                found = _reopened(handle, config, user.kept) if user.kept is not None else None
+                user.written[handle.fingerprint] = found or _written(handle, config)
             st.rerun()  # the list of users stands above
     except LabError:
         user.forget(handle)
@@ -246,10 +210,31 @@ def check(handle: Handle, user: User) -> tuple[Report, Written] | None:
 
 def _written(handle: Handle, config: CheckConfig) -> Written:
     """The overlay of a request, with the state of the model before it."""
-    facts = tuple(own.fact for own in config.facts)
-    tables, bare = table_digest(handle), logit_digests(handle, Stack(), facts)
     overlay, _ = write(handle, config.facts, config.writing)
-    return Written(config, facts, overlay, tables, bare)
+    return _beside(handle, config, overlay)
+
+
+def _beside(handle: Handle, config: CheckConfig, overlay: Overlay) -> Written:
+    """An overlay with the state of the model without it."""
+    facts = tuple(own.fact for own in config.facts)
+    undone = [fact for fact in facts if fact not in overlay.facts]
+    return Written(config, facts, overlay, table_digest(handle), logit_digests(handle, Stack(), facts), undone)
+
+
+def _reopened(handle: Handle, config: CheckConfig, raw: bytes) -> Written | None:
+    """What was kept as written, if it is what this request writes into this very model; else None."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "overlay"
+        file.write_bytes(raw)
+        try:
+            overlay = load_overlay(file)
+            check_overlay(handle, overlay)
+        except LabError:
+            return None
+    layer = handle.engram_layers[-1] if config.writing.layer is None else config.writing.layer
+    same = (overlay.user, overlay.method, list(overlay.layers)) == (config.writing.user, config.writing.method, [layer])
+    facts = {own.fact for own in config.facts}
+    return _beside(handle, config, overlay) if same and overlay.facts and facts.issuperset(overlay.facts) else None
 
 
 def logit_digests(handle: Handle, overlays: Overlay | Stack, facts: Sequence[Fact]) -> tuple[str, ...]:
@@ -342,20 +327,22 @@ def the_undo(handle: Handle, user: User, own: Written) -> None:
         facts = list(own.overlay.facts)
         page.keep_within("facts_undo", facts, facts[0])
         fact = st.selectbox("Written fact", facts, key="facts_undo", width=420)
-        said = None
+        undone: Callable[[], Said] | None = None
         if st.button("Undo this fact", key="undo_fact", icon=":material/undo:"):
-            said = undo_fact(handle, user, fact)
+            undone = partial(undo_fact, handle, user, fact)
         if st.button(f"Undo {labels.markdown(user.name)}", key="undo_user", icon=":material/person_off:"):
-            said = undo_users(handle, [user])
+            undone = partial(undo_users, handle, [user])
         if st.button("Undo everything", key="undo_all", icon=":material/delete_sweep:", help="Of all users, here."):
-            said = undo_users(handle, [other for other in users().values() if handle.fingerprint in other.written])
+            every = [other for other in users(handle).values() if handle.fingerprint in other.written]
+            undone = partial(undo_users, handle, every)
         st.download_button(
             "Overlay", own.overlay.to_bytes, f"{user.name}.safetensors", "application/octet-stream",
             key="facts_overlay", on_click="ignore", icon=":material/download:",
             help=f"{own.overlay.n_rows} rows with their facts, for this very model.",
         )  # fmt: skip
-    if said is not None:
-        st.session_state["facts_said"] = said
+    if undone is not None:
+        with runner.turn([handle]):
+            st.session_state["facts_said"] = undone()
         st.rerun()  # the list of users stands above
 
 

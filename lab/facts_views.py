@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import html
-import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 import torch
 
-from lab import facts_alternatives_figures, facts_figures, facts_page, labels, page, runner, texts
+from lab import facts_alternatives_figures, facts_figures, facts_page, labels, page, reference, runner, texts
 from lab.facts_page import User, Written
 from lab.fronts import facts_alternatives
 from lab.theme import PALETTES, translucent
 from models.handle import Handle
 from models.memory import Edit, read_memory
 from models.overlay import Stack, prepare
-from probes import PROBES
 from probes.base import Record, Report
 from probes.fact_density import SIZES, DensityConfig
 from probes.fact_layers import LayersConfig
@@ -27,10 +25,6 @@ from probes.fact_sets import StatedFact, Writing, kl
 STACKED = "all users, stacked"
 TOP = 8  # next tokens
 UNRELATED = 20  # texts for the alternatives, which train a LoRA each time
-FORMULA = (
-    r"e^{(0)} = s\, W_V^{+}\, U_y, \qquad \min_e\; -\ln p(y \mid \text{trigger};\, e) + \lambda\,\lVert e - e^{(0)}"
-    r"\rVert^2, \qquad \mathrm{KL} = \sum_x p_\text{before}(x)\, \ln \frac{p_\text{before}(x)}{p_\text{after}(x)}"
-)
 
 
 def _frame(rows: Sequence[Mapping[str, str]]) -> None:
@@ -41,11 +35,12 @@ def _chart(figure: go.Figure, key: str) -> None:
     st.plotly_chart(figure, theme=None, key=key, config={"displayModeBar": False})
 
 
-def finish(report: Report, drawn: Mapping[str, go.Figure]) -> None:
-    """The formula, what each figure means, the protocol; then the exports."""
-    meanings: dict[str, str] = importlib.import_module(PROBES[report.probe]).DEFINITIONS
-    page.how(report, FORMULA, "\n".join(f"- **{name}**: {labels.markdown(text)}" for name, text in meanings.items()))
-    page.exports(report, drawn)
+def finish(
+    report: Report, drawn: Mapping[str, go.Figure], attachments: Callable[[], Mapping[str, bytes]] | None = None
+) -> None:
+    """The formula, what each figure means, the protocol; then the exports, and the files kept with the run."""
+    page.how(report, *reference.shown(report.probe))
+    page.exports(report, drawn, attachments)
 
 
 # --- The check -------------------------------------------------------------------------------------------------------
@@ -136,7 +131,7 @@ def a_prompt(handle: Handle, user: User, own: Written) -> None:
     st.subheader("Any prompt, before and after")
     written = {
         name: other.written[handle.fingerprint].overlay
-        for name, other in facts_page.users().items()
+        for name, other in facts_page.users(handle).items()
         if handle.fingerprint in other.written
     }
     left, right = st.columns([3, 1], vertical_alignment="bottom")
@@ -153,8 +148,9 @@ def a_prompt(handle: Handle, user: User, own: Written) -> None:
         whose = right.selectbox("Read by", names, index=names.index(user.name), key="facts_whose")
     stack = Stack(tuple(written.values())) if whose == STACKED else Stack((written[whose],))
     ids = handle.encode(prompt)
-    before, after = read_memory(handle, [ids]), read_memory(handle, [ids], Edit(overlays=prepare(handle, stack)))
-    reads = facts_page.edited(handle, stack, ids).tolist()
+    with runner.turn([handle]):
+        before, after = read_memory(handle, [ids]), read_memory(handle, [ids], Edit(overlays=prepare(handle, stack)))
+        reads = facts_page.edited(handle, stack, ids).tolist()
     same = (before.logits == after.logits).all(-1)[0]
     st.html(chips(handle, prompt, reads))
     marked = sum(count > 0 for count in reads)
@@ -259,17 +255,20 @@ def layers(handle: Handle, facts: tuple[StatedFact, ...], writing: Writing) -> N
 def alternatives(handle: Handle, facts: tuple[StatedFact, ...], writing: Writing) -> None:
     """LoRA, the prompt and retrieval on the same facts."""
     with st.container(horizontal=True, vertical_alignment="bottom"):
-        ranks = st.pills("Ranks of LoRA", [8, 64], selection_mode="multi", default=[8, 64], key="facts_ranks")
+        offered = facts_alternatives.RANKS
+        ranks = st.pills("Ranks of LoRA", offered, selection_mode="multi", default=offered, key="facts_ranks")
         n = st.number_input(
             "Unrelated texts",
             1,
             len(texts.held_out()),
-            UNRELATED,
+            min(UNRELATED, len(texts.held_out())),
             key="facts_unrelated",
             bind="query-params",
             width=160,
         )
-        best = st.number_input("Facts retrieved", 0, 20, facts_alternatives.BEST, key="facts_best", width=160)
+        best = st.number_input(
+            "Facts retrieved", 0, facts_alternatives.MOST, facts_alternatives.BEST, key="facts_best", width=160
+        )
     config = facts_alternatives.request(
         (handle.name,), facts, texts.held_out()[: int(n)], int(best), writing=writing,
         ranks=tuple(sorted(ranks, reverse=True)),

@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from lab import kv_figures, kv_page, kv_set_figures, labels, page, runner
+from lab.fronts.kv_swap import SIZES
 from lab.kv_page import Request
 from models.handle import Handle
 from probes.base import Report
@@ -21,10 +22,8 @@ from probes.kv_scenario import prepare
 from probes.kv_set import SetConfig
 from probes.kv_swap import SwapConfig
 
-SIZES = (1, 2, 4, 8, 16)
 GROUPS = 6  # of layers, that the map opens with
 ANY = "any layers"
-NOTHING = r"\text{margin} = \mathrm{logit}(\text{right answer}) - \mathrm{logit}(\text{other answer})"
 
 
 def swap(request: Request) -> None:
@@ -106,10 +105,10 @@ def recovery_map(request: Request) -> None:
     row = st.container(horizontal=True, vertical_alignment="bottom")
     part = kv_page.part_choice(row)
     n_layers = request.handle.n_layers
-    page.keep_within("groups", range(1, n_layers + 1), min(GROUPS, n_layers))
+    page.keep_within("groups", range(n_layers + 1), min(GROUPS, n_layers))
     groups = row.number_input(
-        "Layer groups", 1, n_layers, min(GROUPS, n_layers), key="groups", bind="query-params", width=150,
-        help=f"Neighbouring layers swapped together; {n_layers}: each by itself.",
+        "Layer groups", 0, n_layers, min(GROUPS, n_layers), key="groups", bind="query-params", width=150,
+        help=f"Neighbouring layers swapped together; 0 or {n_layers}: each by itself.",
     )  # fmt: skip
     report = runner.run("kv map", MapConfig(request.models, request.scenario, int(groups), part, request.align))
     if report is None:
@@ -200,7 +199,7 @@ def knockout(request: Request) -> None:
     figure = kv_figures.knockouts(report, runner.mode())
     kv_page.chart(figure, "knockouts")
     kv_page.the_prompt(report, None, "")
-    kv_page.finish(report, {"knockouts": figure}, NOTHING)
+    kv_page.finish(report, {"knockouts": figure})
 
 
 def library(handle: Handle) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,21 +11,15 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import get_model, kv_figures, kv_scenarios, labels, page, runner
+from lab import get_model, kv_figures, kv_scenarios, labels, page, reference, runner
+from lab.fronts import kv_widgets
+from lab.fronts.kv_widgets import ALL, PARTS
 from models.handle import Handle, list_models
-from probes import PROBES
 from probes.base import Report
 from probes.kv_effects import oracle_sentence
 from probes.kv_scenario import Scenario
 
-OWN = "own"  # id and kind of a scenario that is from no library
-ALL = "all kinds"
 STRONGER = "smollm2-135m"
-PARTS = {"K and V": "kv", "K alone": "k", "V alone": "v"}
-RECOVERY = (
-    r"\mathrm{recovery} = \frac{s_\text{edited} - s_\text{old}}{s_\text{new} - s_\text{old}},\qquad"
-    r"s = \mathrm{logit}(\text{new answer}) - \mathrm{logit}(\text{old answer})"
-)
 
 
 @dataclass(frozen=True)
@@ -39,6 +31,7 @@ class Request:
     align: str
     known: Scenario  # as it was before any edit
     own: str  # ends the keys of the widgets that edit it: another scenario has widgets of its own
+    edits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -50,12 +43,9 @@ class Request:
         return f"{field}.{self.own}"
 
     def edited(self, edits: Mapping[str, Any]) -> Request:
-        """With some fields as a user has them; a scenario of a library that was edited has an id of its own."""
-        scenario = dataclasses.replace(self.scenario, **edits)
-        plain = dataclasses.replace(scenario, id=self.known.id, kind=self.known.kind)
-        if plain != self.known and self.own != OWN:
-            scenario = dataclasses.replace(scenario, id=f"{self.known.id}-edited", kind=OWN)
-        return dataclasses.replace(self, scenario=scenario)
+        """With some more fields as a user has them."""
+        edits = {**self.edits, **edits}
+        return dataclasses.replace(self, edits=edits, scenario=kv_widgets.edited(self.known, edits))
 
 
 def the_model() -> Handle:
@@ -76,10 +66,11 @@ def the_model() -> Handle:
 def the_library() -> tuple[tuple[Scenario, ...], st.delta_generator.DeltaGenerator]:
     """(the scenarios of a file that the user brought, else those that ship; the box of the upload)."""
     box = st.expander("Library: bring your own, or take this one with you")
-    file = box.file_uploader(
-        "A .jsonl, a scenario on each line; without a file, the scenarios that we wrote", type="jsonl", key="kv_file"
-    )
-    return (kv_scenarios.library() if file is None else kv_scenarios.read(file.getvalue(), file.name)), box
+    with box:
+        file = page.upload(
+            "A .jsonl, a scenario on each line; without a file, the scenarios that we wrote", "kv_file", type="jsonl"
+        )
+    return (kv_scenarios.library() if file is None else kv_scenarios.read(file.data, file.name)), box
 
 
 def take_library(
@@ -98,7 +89,8 @@ def the_scenario(handle: Handle) -> Request:
     """The picker and the editor; LabError for a scenario that is none."""
     top = st.container()
     library, box = the_library()
-    known = {own.id: own for own in library} | {page.OWN: dataclasses.replace(library[0], id=OWN, kind=OWN)}
+    yours = dataclasses.replace(library[0], id=kv_widgets.OWN, kind=kv_widgets.OWN)
+    known = {own.id: own for own in library} | {page.OWN: yours}
     left, right = top.columns([3, 2])
     a, b = left.columns([1, 2])
     kinds = [ALL, *dict.fromkeys(own.kind for own in library)]
@@ -110,7 +102,8 @@ def the_scenario(handle: Handle) -> Request:
     scenario = known[name]
     # Of a file, ids may come again with other texts.
     shipped = name == page.OWN or scenario in kv_scenarios.library()
-    request = Request(handle, scenario, "refuse", scenario, scenario.id if shipped else f"{_checksum(scenario):08x}")
+    own = scenario.id if shipped else kv_widgets.checksum(scenario)
+    request = Request(handle, scenario, "refuse", scenario, own)
     edits: dict[str, Any] = {
         "template": left.text_area(
             "Template, with {field} once", scenario.template, height=168, key=request.key("template"),
@@ -148,10 +141,6 @@ def split_toggle(container: st.delta_generator.DeltaGenerator, key: str, value: 
 
 def _undo(defaults: Mapping[str, object]) -> None:
     st.session_state.update(defaults)
-
-
-def _checksum(scenario: Scenario) -> int:
-    return zlib.crc32(kv_scenarios.written([scenario]).encode())
 
 
 # --- What all experiments show -------------------------------------------------------------------------------------
@@ -231,8 +220,7 @@ def chart(figure: go.Figure, key: str) -> None:
     st.plotly_chart(figure, theme=None, key=key, config={"displayModeBar": False})
 
 
-def finish(report: Report, drawn: Mapping[str, go.Figure], formula: str = RECOVERY) -> None:
+def finish(report: Report, drawn: Mapping[str, go.Figure]) -> None:
     """The formula, what each figure means, the protocol; then the exports."""
-    meanings: dict[str, str] = importlib.import_module(PROBES[report.probe]).DEFINITIONS
-    page.how(report, formula, "\n".join(f"- **{name}**: {labels.markdown(text)}" for name, text in meanings.items()))
+    page.how(report, *reference.shown(report.probe))
     page.exports(report, drawn)

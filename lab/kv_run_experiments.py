@@ -6,8 +6,10 @@ import pandas as pd
 import streamlit as st
 
 from lab import kv_page, kv_run_figures, labels, runner
+from lab.fronts.kv_compose import AGAIN, LENGTHS
+from lab.fronts.kv_erratum import POLICIES, chain_of
+from lab.fronts.kv_reasoning import TOKENS
 from lab.kv_page import Request
-from models.errors import LabError
 from models.handle import Handle
 from probes import kv_compose, kv_reasoning
 from probes.kv_compose import ComposeConfig
@@ -20,15 +22,6 @@ TEXTS = {
     "wrong": "A correction to a wrong value",
     "third": "A third value, the wrong one",
 }
-POLICIES = (0, 4, 3, 2, 1)  # corrections until all is prefilled anew
-TOKENS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
-AGAIN = (0, 1, 2, 4, 8, 16, 32)  # tokens of a block that run again
-LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-MOVED = (
-    r"k' = R_{p+P}\,R_{p}^{-1}\,k,\qquad"
-    r"\mathrm{cosine} = \frac{\langle z_\text{composed},\, z_\text{full}\rangle}"
-    r"{\lVert z_\text{composed}\rVert\,\lVert z_\text{full}\rVert}"
-)
 
 
 def erratum(request: Request) -> None:
@@ -92,14 +85,6 @@ def erratum(request: Request) -> None:
             st.markdown(f"- {labels.markdown(said)}")
     kv_page.the_prompt(report, None, "")
     kv_page.finish(report, drawn)
-
-
-def chain_of(text: str) -> tuple[tuple[str, str], ...]:
-    """(value, answer) of VALUE=ANSWER;VALUE=ANSWER; LabError for a part without =."""
-    pairs = [part.rpartition("=") for part in text.split(";") if part.strip()]
-    if bad := [value for _, sign, value in pairs if not sign]:
-        raise LabError(f'"{bad[0].strip()}" is no correction of a chain: write VALUE=ANSWER, with ; between two.')
-    return tuple((value.strip(), answer.strip()) for value, _, answer in pairs)
 
 
 def reasoning(request: Request) -> None:
@@ -185,4 +170,4 @@ def compose(handle: Handle) -> None:
         drawn["times"] = figure
         st.markdown(f"**{labels.markdown(result.timing.said)}**")
         kv_page.chart(figure, "times")
-    kv_page.finish(report, drawn, MOVED)
+    kv_page.finish(report, drawn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,8 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import export, labels, texts
+from lab import export, keeping, labels, reopened, texts
+from models.errors import DataError
 from models.handle import Handle
 from probes.base import Report
 
@@ -101,6 +103,83 @@ def namer(handle: Handle) -> Callable[[int], str]:
     return lambda token_id: labels.label(handle.pieces([token_id], whole=False)[0])
 
 
+LARGEST_UPLOAD = 4  # MB; of a text set and the like
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file that the user brought."""
+
+    name: str
+    data: bytes
+
+
+def upload(label: str, key: str, on_change: Callable[[], None] | None = None, **options: Any) -> Upload | None:
+    """A file that the user brought, now or before the page was left, or that came with a reopened run."""
+    options.setdefault("max_upload_size", LARGEST_UPLOAD)
+    st.file_uploader(label, key=key, on_change=_uploaded, args=(key, on_change), **options)
+    kept: tuple[str, bytes] | None = st.session_state.get(f"kept.{key}")
+    if kept is None:
+        return None
+    reopened.state().files[key] = kept
+    if st.session_state.get(key) is None:
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.caption(f"{labels.markdown(kept[0])}, {len(kept[1]):,} bytes, is in use.")
+            st.button("Remove", key=f"drop_{key}", icon=":material/close:", on_click=_drop, args=(key, on_change))
+    return _small(*kept)
+
+
+def _uploaded(key: str, on_change: Callable[[], None] | None) -> None:
+    """Keep what was brought, as the uploader itself forgets it when the page is left."""
+    file = st.session_state[key]
+    if file is None:
+        _drop(key, on_change)
+        return
+    st.session_state[f"kept.{key}"] = (file.name, file.getvalue())
+    if on_change is not None:
+        on_change()
+
+
+def _small(name: str, data: bytes) -> Upload:
+    """The upload; DataError for one that is too large, which else only the browser refuses."""
+    if len(data) > LARGEST_UPLOAD << 20:
+        raise DataError(f"{name} has {len(data) / 2**20:.1f} MB: bring one of at most {LARGEST_UPLOAD} MB.")
+    return Upload(name, data)
+
+
+def _drop(key: str, on_change: Callable[[], None] | None) -> None:
+    st.session_state.pop(f"kept.{key}", None)
+    if on_change is not None:
+        on_change()
+
+
+def upload_many(label: str, key: str, most: int = 8, **options: Any) -> list[Upload]:
+    """Several files, as `upload` has one; LabError for more than `most`."""
+    options.setdefault("max_upload_size", LARGEST_UPLOAD)
+    st.file_uploader(label, key=key, accept_multiple_files=True, on_change=_uploaded_many, args=(key,), **options)
+    names = [name for name in (f"{key}.{n}" for n in range(most + 1)) if f"kept.{name}" in st.session_state]
+    kept = {name: st.session_state[f"kept.{name}"] for name in names}
+    if len(kept) > most:
+        raise DataError(f"These are more than {most} files: take some away.")
+    reopened.state().files |= kept
+    if kept and not st.session_state.get(key):
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.caption(f"{labels.markdown(', '.join(name for name, _ in kept.values()))}: in use.")
+            st.button("Remove", key=f"drop_{key}", icon=":material/close:", on_click=_drop_many, args=(key,))
+    return [_small(*file) for file in kept.values()]
+
+
+def _uploaded_many(key: str) -> None:
+    _drop_many(key)
+    for n, file in enumerate(st.session_state[key]):
+        st.session_state[f"kept.{key}.{n}"] = (file.name, file.getvalue())
+
+
+def _drop_many(key: str) -> None:
+    for name in [name for name in st.session_state if str(name).startswith(f"kept.{key}.")]:
+        del st.session_state[name]
+
+
 def _take_all_texts() -> None:
     """For another file, use all of it; what is too many is cut down to what there is."""
     st.session_state["texts"] = _MANY
@@ -109,10 +188,9 @@ def _take_all_texts() -> None:
 def text_set(default: Sequence[str], label: str = "without a file, the sentences that we wrote") -> tuple[str, ...]:
     """A text set: an upload or `default`, the first so many of it."""
     left, right = st.columns([3, 1])
-    file = left.file_uploader(
-        f"Your own texts (UTF-8, one on each line); {label}", key="file", on_change=_take_all_texts
-    )
-    lines = tuple(default) if file is None else texts.lines_of(file.getvalue(), file.name)
+    with left:
+        file = upload(f"Your own texts (UTF-8, one on each line); {label}", "file", _take_all_texts)
+    lines = tuple(default) if file is None else texts.lines_of(file.data, file.name)
     if st.session_state.get("texts", 0) > len(lines):
         st.session_state["texts"] = len(lines)
     n = right.number_input(
@@ -143,8 +221,16 @@ def how(report: Report, formula: str, meaning: str) -> None:
         st.caption(labels.markdown(f"seed {protocol['seed']}; {versions}"))
 
 
-def exports(report: Report, drawn: Mapping[str, go.Figure]) -> None:
-    """Files made when they are asked for, and the request to run elsewhere."""
+def exports(
+    report: Report,
+    drawn: Mapping[str, go.Figure],
+    attachments: Callable[[], Mapping[str, bytes]] | None = None,
+) -> None:
+    """Keep the run in a session; files made when they are asked for, and the request to run elsewhere.
+
+    `attachments` gives files that are kept with the run, by name.
+    """
+    keeping.keep(report, attachments)
     st.subheader("Take it with you")
     probe, reason = report.probe, export.no_png()
     with st.container(horizontal=True):

@@ -1,6 +1,6 @@
-"""What the pages run on: open models, results that were had before, progress and cancelling.
+"""What the pages run on: open models, results that were had before, waiting, progress and cancelling.
 
-Models and results are shared by all sessions: a handle holds its own lock, a report is never changed.
+Models and results are shared by all sessions: whatever runs a model waits for its turn, a report is never changed.
 """
 
 from __future__ import annotations
@@ -11,23 +11,29 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import streamlit as st
 
-from lab import theme
-from models import loading
+from lab import open_models, reopened, shortage, theme
+from lab.line import Line
+from lab.open_models import OpenModels
 from models.errors import LabError, UnknownModelError
-from models.handle import Handle, list_models, open_model
+from models.handle import Handle, list_models
 from probes import PROBES, logit_lens
 from probes.base import Record, Report
 from probes.logit_lens import LensConfig
 
 NOTHING = "nothing"  # the choice of no comparison model
-KEPT_MODELS, KEPT_RESULTS = 3, 24
+KEPT_RESULTS = 24
 QUIET_SECONDS = 0.4  # what is done sooner shows no progress bar
+TIDY_SECONDS = 5.0
+
+# Of the thread that runs a script: `held`, the models that it has leased, by name; `turns`, how many it has taken.
+_own = threading.local()
+_tidied = 0.0
 
 
 def mode() -> theme.Mode:
@@ -41,9 +47,10 @@ def model_names() -> list[str]:
 
 
 def default_pair(names: Sequence[str]) -> tuple[str | None, str]:
-    """The model and the comparison that the app opens with: the shipped Engram and its dense twin."""
+    """The model and the comparison that the app opens with: the shipped Engram and, with room for two, its twin."""
     model = "engram-mini" if "engram-mini" in names else next(iter(names), None)
-    return model, "dense-mini" if "dense-mini" in names and model != "dense-mini" else NOTHING
+    two = open_models.settings().models > 1 and "dense-mini" in names and model != "dense-mini"
+    return model, "dense-mini" if two else NOTHING
 
 
 def chosen_models() -> tuple[str, ...]:
@@ -60,52 +67,104 @@ def chosen_models() -> tuple[str, ...]:
     return (model,) if against == NOTHING else (model, against)
 
 
-@st.cache_resource(max_entries=KEPT_MODELS, on_release=Handle.close, show_spinner=False)
-def _open(name: str, stamp: float) -> Handle:
-    return open_model(name)
+@st.cache_resource(on_release=OpenModels.close, show_spinner=False)
+def open_models_here() -> OpenModels:
+    """The open models of this process."""
+    return OpenModels(line())
 
 
-def stamp(name: str) -> float:
-    """When the newest file of a local checkpoint was written, so that one trained further is opened anew."""
-    for path in (loading.SHIPPED / name, Path(name).expanduser()):
-        if path.is_file():
-            return path.stat().st_mtime
-        if path.is_dir():
-            return max((file.stat().st_mtime for file in path.iterdir()), default=0.0)
-    return 0.0
+@st.cache_resource(show_spinner=False)
+def line() -> Line:
+    """The one line of this process for all that runs a model."""
+    return Line()
+
+
+@contextmanager
+def script() -> Iterator[None]:
+    """One run of the app's script: the models that it uses stay open until the block ends."""
+    held: dict[str, Handle] = {}
+    _own.held, _own.turns = held, 0
+    try:
+        yield
+    finally:
+        _own.held = None
+        open_models_here().release(list(held.values()))
+        _tidy()
+
+
+def _tidy() -> None:
+    """Now and then hand back the memory that runs have left behind."""
+    global _tidied
+    if time.monotonic() - _tidied > TIDY_SECONDS:
+        _tidied = time.monotonic()
+        shortage.trim()
 
 
 def handle(name: str) -> Handle:
-    """The open model of a name; at most KEPT_MODELS stay open, the least recently used is closed."""
-    return _open(name, stamp(name))
+    """The open model of a name, which stays open for this run of the script."""
+    return handles([name])[0]
 
 
 def handles(names: Sequence[str]) -> list[Handle]:
-    """The open models of the names, with a word on the page where one has to be read first."""
-    with st.spinner(f"Opening {' and '.join(dict.fromkeys(names))} …"):
-        opened = {name: handle(name) for name in dict.fromkeys(names)}
-        return [opened[name] for name in names]
+    """The open models of the names, with a word on the page where one has to be read, or waited for, first.
+
+    Outside of `script` they may be closed when their place is needed. LabError where there is no place for them.
+    """
+    held: dict[str, Handle] | None = getattr(_own, "held", None)
+    known: dict[str, Handle] = {} if held is None else held
+    wanted = [name for name in dict.fromkeys(names) if name not in known]
+    if wanted:
+        told = " and ".join(wanted)
+        with st.spinner(f"Opening {told} …"):
+            store, bar = open_models_here(), _Bar(f"open {told}", f"{told} was not opened.")
+            leased = dict(zip(wanted, store.lease(wanted, len(known), bar.waiting), strict=True))
+            bar.clear()
+        if held is None:
+            store.release(list(leased.values()))
+        known |= leased
+    return [known[name] for name in names]
+
+
+@contextmanager
+def turn(opened: Sequence[Handle], what: str = "") -> Iterator[None]:
+    """Run models outside of `run`: after those who came before, with a word on the page and a way out meanwhile.
+
+    What every run of the page computes is called `what`, once on a page: cancelled, it stays so until it is asked for.
+    What follows the press of a button needs no name. OutOfMemoryError where memory runs out.
+    """
+    _own.turns = getattr(_own, "turns", 0) + 1
+    bar = _Bar(f"turn {what or _own.turns}", f"{what} was not computed." if what else "")
+    with line().turn(opened, bar.waiting):
+        bar.clear()
+        with shortage.told(f"Running {' and '.join(handle.name for handle in opened)}", opened):
+            yield
 
 
 class Results:
-    """The last reports by request; safe across sessions."""
+    """The last reports by request, with the seconds that each took; safe across sessions."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Report] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[Report, float | None]] = OrderedDict()
 
     def get(self, key: str) -> Report | None:
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key)
+            if key not in self._kept:
+                return None
+            self._kept.move_to_end(key)
+            return self._kept[key][0]
 
-    def put(self, key: str, report: Report) -> None:
+    def put(self, key: str, report: Report, seconds: float | None = None) -> None:
         with self._lock:
-            self._kept[key] = report
+            self._kept[key] = (report, seconds)
             while len(self._kept) > self._size:
                 self._kept.popitem(last=False)
+
+    def seconds(self, report: Report) -> float | None:
+        """How long this very report took, if it is still here."""
+        with self._lock:
+            return next((seconds for kept, seconds in self._kept.values() if kept is report), None)
 
 
 @st.cache_resource(show_spinner=False)
@@ -127,42 +186,79 @@ def request_key(probe: str, config: Record, opened: Sequence[Handle]) -> str:
 
 
 def run(probe: str, config: Any) -> Report | None:
-    """The report of a request: from the store, or run now with progress; None if the user cancelled it."""
+    """The report of a request: had before, kept in a session, or run now with progress; None if it was cancelled.
+
+    OutOfMemoryError where memory runs out, and whatever the probe raises.
+    """
     opened = handles(config.models)
     key = request_key(probe, config, opened)
-    report = results().get(key)
-    if report is None:
-        module = importlib.import_module(PROBES[probe])
-        report = _run(key, lambda progress: module.run(opened, config, progress))
-    return report
+    report = reopened.report(probe, config, opened) or results().get(key) or _run(key, probe, config, opened)
+    return None if report is None else reopened.used(report)
 
 
-def _run(key: str, work: Callable[[Callable[[float, str], None]], Report]) -> Report | None:
-    """Run and keep; while it takes long, a bar and a button that stops it.
+def seconds(report: Report) -> float | None:
+    """How long the computation of a report took; None if it was not computed here, or long ago."""
+    return results().seconds(report)
 
-    A click reruns the page, and Streamlit then ends this script at its next call, inside `progress`.
-    """
+
+def _run(key: str, probe: str, config: Any, opened: Sequence[Handle]) -> Report | None:
+    """Wait for the models' turn, run and keep; while it takes long, a bar and a button that stops it."""
     if st.session_state.get("cancelled") == key:
-        st.info("Cancelled: nothing was computed for this request.", icon=":material/cancel:")
-        st.button("Run it", key="run_again", on_click=_set_cancelled, args=(None,))
+        _offer_again("Cancelled: nothing was computed for this request.", "Run it")
         return None
-    slot = st.empty()
-    began = time.monotonic()
-    bar = None
-
-    def progress(fraction: float, doing: str) -> None:
-        nonlocal bar
-        if bar is None and time.monotonic() - began > QUIET_SECONDS:
-            left, right = slot.container().columns([6, 1], vertical_alignment="center")
-            bar = left.progress(0.0)
-            right.button("Cancel", key=f"cancel_{key}", on_click=_set_cancelled, args=(key,))
-        if bar is not None:
-            bar.progress(min(max(fraction, 0.0), 1.0), text=f"{doing} · {fraction:.0%}")
-
-    report = work(progress)
-    slot.empty()
-    results().put(key, report)
+    bar = _Bar(key)
+    with line().turn(opened, bar.waiting):
+        report = results().get(key)  # another session may have asked for the same
+        if report is None:
+            module = importlib.import_module(PROBES[probe])
+            began = time.monotonic()
+            with shortage.told(f"The probe {probe}", opened, config):
+                report = module.run(opened, config, bar.progress)
+            results().put(key, report, time.monotonic() - began)
+    bar.clear()
     return report
+
+
+class _Bar:
+    """What is shown while something waits or runs: a bar and a button that stops it.
+
+    A click reruns the page, and Streamlit then ends this script at its next call, here; the next one finds `key` in
+    the session. With `otherwise`, what the page then lacks, this is told in its place, and the script ends.
+    """
+
+    def __init__(self, key: str, otherwise: str = "") -> None:
+        if otherwise and st.session_state.get("cancelled") == key:
+            _offer_again(f"Cancelled: {otherwise}", "Go on")
+            st.stop()
+        self._key = key
+        self._began = time.monotonic()
+        self._slot = st.empty()  # always, so that what is below stays where it is
+        self._bar: Any = None
+
+    def waiting(self, before: int) -> None:
+        """Said while others are before, at every look: so that a script which was ended ends here."""
+        self._show(0.0, f"Waiting: {before} before you" if before else "Waiting for a model that is being opened")
+
+    def progress(self, fraction: float, doing: str) -> None:
+        """The fraction done, 0 to 1, and what is being done; nothing to see in the first moments."""
+        if self._bar is not None or time.monotonic() - self._began > QUIET_SECONDS:
+            self._show(min(max(fraction, 0.0), 1.0), f"{doing} · {fraction:.0%}")
+
+    def clear(self) -> None:
+        """Take it off the page."""
+        self._slot.empty()
+
+    def _show(self, fraction: float, text: str) -> None:
+        if self._bar is None:
+            left, right = self._slot.container().columns([6, 1], vertical_alignment="center")
+            self._bar = left.progress(0.0)
+            right.button("Cancel", key=f"cancel_{self._key}", on_click=_set_cancelled, args=(self._key,))
+        self._bar.progress(fraction, text=text)
+
+
+def _offer_again(told: str, button: str) -> None:
+    st.info(told, icon=":material/cancel:")
+    st.button(button, key="run_again", on_click=_set_cancelled, args=(None,))
 
 
 def _set_cancelled(key: str | None) -> None:
@@ -174,11 +270,15 @@ def warm_up() -> None:
     import lab.export
     import lab.figures  # noqa: F401
 
+    shortage.few_arenas()
+
     names = model_names()
     for name in dict.fromkeys(default_pair(names)):
         if name in names:
             try:
-                opened = handle(name)
-                logit_lens.run([opened], LensConfig(models=(name,), prompts=("Good morning",)))
+                opened = open_models_here().lease([name])
             except LabError:
                 continue
+            with line().turn(opened):
+                logit_lens.run(opened, LensConfig(models=(name,), prompts=("Good morning",)))
+            open_models_here().release(opened)

@@ -33,5 +33,9 @@ class DataError(LabError):
     """Training or evaluation text that cannot be used."""
 
 
+class OutOfMemoryError(LabError):
+    """The memory of the device or the computer is not enough for a model or a run."""
+
+
 class Cancelled(Exception):
     """The user cancelled; raised by a progress callback, never a failure."""

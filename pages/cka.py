@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import cka_figures, figures, labels, page, runner
+from lab import cka_figures, figures, labels, page, reference, runner
 from lab.fronts.cka import shipped
 from models.errors import LabError
 from probes.base import Report
@@ -18,22 +18,6 @@ FIRST = 200  # sentences that the page opens with: enough for narrow intervals, 
 HALF = 475  # pixels of a chart, of which two fit side by side on a wide window
 # The kinds of points, in the words of the URL.
 KINDS = {"ends of entities": ENTITY, "all tokens": ALL, "ends of texts": LAST}
-FORMULA = (
-    r"\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}_1(X, Y)}{\sqrt{\mathrm{HSIC}_1(X, X)\,\mathrm{HSIC}_1(Y, Y)}},"
-    r"\qquad n(n-3)\,\mathrm{HSIC}_1 = \lVert X^\top Y\rVert_F^2 - \frac{n}{n-2}\sum_i |x_i|^2 |y_i|^2"
-    r" + \frac{\sum_i |x_i|^2\,\sum_i |y_i|^2}{(n-1)(n-2)}"
-)
-MEANING = r"""
-$X$ and $Y$ are the residual streams of a layer of either model at the same $n$ points, centred; HSIC$_1$ is the
-unbiased estimator of Song et al. (2012), so unrelated layers score 0 whatever their width, and a little below it by
-chance. The **biased** value, $\lVert X^\top Y\rVert_F^2 / (\lVert X^\top X\rVert_F \lVert Y^\top Y\rVert_F)$, is what
-much of the literature prints; it is too high for few points. **Soft alignment** of a layer is the CKA-weighted mean of
-the block numbers of its 5 most similar layers in the other model (`embed` is -1); a negative CKA has no weight there.
-A mean of 5 is pulled towards the middle at either end, also for a model with itself. **Lead** is half of A's layer in B
-minus B's same layer in A, in which that pull cancels. 95 % intervals are percentiles over resamples of the sentences,
-drawn whole and with replacement; each HSIC follows the sentences' shares in it, to first order, because an unbiased
-estimator must not pair a sentence with its own copy. Positions are matched by the text in front of them.
-"""
 
 
 def main() -> None:
@@ -68,7 +52,7 @@ def main() -> None:
         "Show the biased values", key="biased", bind="query-params", help="For comparison with published numbers."
     ):
         the_biased(report, drawn)
-    page.how(report, FORMULA, MEANING)
+    page.how(report, *reference.shown(report.probe))
     deeper(report, drawn)
     page.exports(report, drawn)
 
@@ -90,8 +74,8 @@ def the_pair() -> tuple[str, str] | None:
 
 def uploaded(label: str, key: str) -> tuple[Sentence, ...] | None:
     """The sentences of a file that the user brought, if any."""
-    file = st.file_uploader(label, key=key, on_change=take_all if key == "cka_file" else None)
-    return None if file is None else read_sentences(file.getvalue(), file.name)
+    file = page.upload(label, key, take_all if key == "cka_file" else None)
+    return None if file is None else read_sentences(file.data, file.name)
 
 
 def take_all() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import streamlit as st
 
-from lab import facts_page, facts_views
+from lab import facts_page, facts_users, facts_views
 
 CHECK = "Write and check"
 SETS = {"Density": facts_views.density, "Layers": facts_views.layers, "Alternatives": facts_views.alternatives}
@@ -21,12 +23,9 @@ def main() -> None:
     handle = facts_page.the_model()
     if handle is None:
         return
-    left, right = st.columns([1, 4], gap="large")
-    with left:
-        user = facts_page.the_user(handle)
-    with right:
-        facts = facts_page.the_table(user)
-        writing = facts_page.the_writing(handle, user)
+    user = facts_page.the_user(handle)
+    facts = facts_page.the_table(user)
+    writing = facts_page.the_writing(handle, user)
     view: str = st.segmented_control(
         "View", [CHECK, *SETS], default=CHECK, required=True, label_visibility="collapsed", key="facts_view",
         bind="query-params",
@@ -48,7 +47,7 @@ def main() -> None:
     drawn = facts_views.learned(report) | facts_views.changed(report)
     facts_views.addresses(report)
     facts_views.a_prompt(handle, user, own)
-    facts_views.finish(report, drawn)
+    facts_views.finish(report, drawn, partial(facts_users.attachments, handle, user))
 
 
 main()

@@ -7,33 +7,14 @@ import math
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import gates_figures, gates_summaries, page, runner, texts
+from lab import gates_figures, gates_summaries, map_page, page, reference, runner, texts
 from lab.gates_figures import CHANGED, CONTROL_NAMES, KNOCK_OUT
 from models.errors import LabError
 from models.handle import Handle
 from probes.base import Report
 from probes.gates import ControlRun, GatesConfig
 
-WINDOW = 64  # positions of the map at once
 AS_IT_IS, ALL_LAYERS = "as it is", "all layers"
-FORMULA = (
-    r"g = \text{gate}\Big(\frac{\langle \mathrm{RMSNorm}(W_K e),\ \mathrm{RMSNorm}(h)\rangle}{\sqrt d}\Big),\qquad"
-    r"\text{written} = g\,W_V e + \mathrm{SiLU}(\mathrm{conv}(\mathrm{RMSNorm}(g\,W_V e))),\qquad"
-    r"\text{logit}_v = \sum_\text{parts}"
-    r"\frac{\langle \text{part},\ \gamma \odot W_U[v]\rangle}{\mathrm{rms}(h_\text{last})}"
-)
-MEANING = r"""
-$e$ is what the n-grams that end at a token read, $h$ the residual stream there. With norm weights of 1 no gate can
-open further than the **ceiling**, as $|s| \le \sqrt d$; learned weights allow $|s| \le \sqrt d\,\max|w_K w_Q|$.
-**Attribution** splits a logit exactly: the final norm divides all parts of the last residual by one number, which is
-kept as it was. All tokens share a constant in their logits, so read a share beside the others. A **knock-out** shuts
-one gate at one position and layer, for the token itself and for those behind it; what it changes at the chosen
-position is shown, each from a forward of its own. It is not the attribution: later layers answer to what is missing.
-**Rows shuffled** gives each head another of its own rows, by one permutation drawn with the seed; **rows zeroed** and
-**memory off** leave the same model, by construction, and differ in the gate alone (a zero row has a score of 0);
-**one row** cuts each head's table to its first. **Rank correlation** is Spearman's, of the gate over positions.
-Means are over all positions but a leading special token; 95 % intervals are percentiles of a bootstrap over texts.
-"""
 
 
 def main() -> None:
@@ -43,11 +24,7 @@ def main() -> None:
         "At which tokens does the memory open, how much comes through, what does it say, and is anything lost "
         "without it? An open gate on the wrong rows says nothing, so every chart has its controls."
     )
-    mode = page.mode_switch()
-    if mode == texts.SET:
-        text_set()
-    else:
-        one_prompt()
+    map_page.one_or_set(one_prompt, text_set)
 
 
 def with_memory() -> list[Handle]:
@@ -119,7 +96,7 @@ def one_prompt() -> None:
     drawn["attribution"] = gates_summaries.attribution_bars(report, int(position), runner.mode())
     st.subheader("What came through, and what it says")
     st.plotly_chart(drawn["attribution"], theme=None, key="bars")
-    page.how(report, FORMULA, MEANING)
+    page.how(report, *reference.shown(report.probe))
     page.exports(report, drawn)
 
 
@@ -167,27 +144,13 @@ def the_map(report: Report, position: int, control: ControlRun | None) -> go.Fig
         "Shown", options, key="shown", bind="query-params", width=240,
         help="With knock-outs there are also the changes of the target's logit and log-probability.",
     )  # fmt: skip
-    starts = list(range(0, len(gates_figures.tokens_of(report)), WINDOW))
-    page.keep_within("from", starts, 0)
-    start = row.selectbox(
-        "From position", starts, key="from", bind="query-params", disabled=len(starts) == 1, width=150,
-        help=f"The map shows {WINDOW} positions at a time.",
-    )  # fmt: skip
+    seen = map_page.window(row, len(gates_figures.tokens_of(report)))
     changed = control if what in CHANGED else None
     difference = changed is not None and row.toggle(
         "Difference", key="difference", bind="query-params", help="Control minus as it is, in place of both."
     )
-    figure = gates_figures.gate_map(report, mode, what, (start, start + WINDOW), position, changed, difference)
-    with st.container(key="map_scroll"):
-        st.plotly_chart(
-            figure,
-            theme=None,
-            width=int(figure.layout.width),
-            key="map",
-            on_select=clicked,
-            selection_mode="points",
-            config={"displayModeBar": False},
-        )
+    figure = gates_figures.gate_map(report, mode, what, seen, position, changed, difference)
+    map_page.show(figure, clicked)
     note = "Click a cell to read the target there."
     if control is not changed:
         note += f" The control changes the {' and the '.join(CHANGED)}; this is the memory as it is."
@@ -266,7 +229,7 @@ def text_set() -> None:
     st.subheader("With the memory changed")
     st.dataframe(gates_summaries.control_rows(report), hide_index=True, key="control_rows")
     ranking(report, handle)
-    page.how(report, FORMULA, MEANING)
+    page.how(report, *reference.shown(report.probe))
     page.exports(report, {"histogram": figure})
 
 

@@ -8,13 +8,12 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import figures, labels, lens_summaries, page, runner, texts
+from lab import figures, labels, lens_summaries, map_page, page, reference, runner, texts
 from models.handle import Handle
 from probes.base import Report
 from probes.logit_lens import LensConfig, TunedReading
 from probes.tuned_lens import find
 
-WINDOW = 64  # positions of the map at once
 # What the map's colours can show, in the words of the URL.
 MEASURES: dict[str, figures.Measure] = {
     "KL": "kl",
@@ -22,26 +21,7 @@ MEASURES: dict[str, figures.Measure] = {
     "target probability": "target_prob",
     "target rank": "target_rank",
 }
-FORMULA = (
-    r"\mathrm{KL}(p_\text{final} \,\|\, p_\text{layer}) = \sum_{v} p_\text{final}(v)\,"
-    r"\ln\frac{p_\text{final}(v)}{p_\text{layer}(v)}\ \text{nats},"
-    r"\qquad p_\text{layer} = \mathrm{softmax}\big(W_U\,\mathrm{norm}(h_\text{layer})\big)"
-    r"\ \text{or, tuned,}\ \mathrm{softmax}\big(W_U\,\mathrm{norm}"
-    r"(h_\text{layer} + A_\text{layer} h_\text{layer} + b_\text{layer})\big)"
-)
 LENSES = ("logit lens", "tuned lens")
-MEANING = r"""
-$h_\text{layer}$ is the residual stream after the block (`embed`: before block 0), read through the model's own final
-norm and output matrix $W_U$, in float32. The last layer is the model's own prediction, so its KL is exactly 0.
-The **tuned lens** ([Belrose et al.](https://arxiv.org/abs/2303.08112)) puts an affine translator before that, one for
-each layer but the last: it starts at zero and is fitted to the least KL on other text (`engram-lab lens fit`). Where
-the logit lens is far off and the tuned lens near, the layer held the prediction in a basis of its own. KL is relative
-to the final prediction, so models of different **final entropy** are compared with care.
-**Entropy** is that of $p_\text{layer}$. **Settle depth** is the first layer from which on the top token stays the
-final one, counted from embed = 0. **Rank** counts the tokens with a larger logit, so 0 is the top. Means are over all
-positions but a leading special token, which stands for no text. 95 % intervals are percentiles of a bootstrap over
-texts, drawn whole; for a difference in pairs.
-"""
 
 
 def main() -> None:
@@ -52,11 +32,7 @@ def main() -> None:
         "and how far is that from what it says in the end? The tuned lens first carries each layer over into the "
         "basis of the last."
     )
-    mode = page.mode_switch()
-    if mode == texts.SET:
-        text_set()
-    else:
-        one_prompt()
+    map_page.one_or_set(one_prompt, text_set)
 
 
 def one_prompt() -> None:
@@ -114,7 +90,7 @@ def show_curves(report: Report, opened: list[Handle]) -> go.Figure:
     for lens in report.result.models:
         if lens.tuned is not None:
             st.caption(fitted_on(lens.name, lens.tuned))
-    page.how(report, FORMULA, MEANING)
+    page.how(report, *reference.shown(report.probe))
     return curves
 
 
@@ -158,12 +134,7 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
     if lens.tuned is not None:
         tuned = controls.selectbox("Lens", LENSES, key="lens", bind="query-params", width=130) == LENSES[1]
     tokens = figures.prompt_tokens(report, index)
-    starts = list(range(0, len(tokens), WINDOW))
-    page.keep_within("from", starts, 0)
-    start = controls.selectbox(
-        "From position", starts, key="from", bind="query-params", disabled=len(starts) == 1, width=150,
-        help=f"The map shows {WINDOW} positions at a time.",
-    )  # fmt: skip
+    seen = map_page.window(controls, len(tokens))
     layers = list(lens.layer_names)
     page.keep_within("layer", layers, layers[-1])
     layer = controls.selectbox("Layer", layers, len(layers) - 1, key="layer", bind="query-params", width=110)
@@ -177,20 +148,11 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
         page.namer(opened[index]),
         runner.mode(),
         measure,
-        (start, start + WINDOW),
+        seen,
         (layers.index(layer), pos),
         tuned,
     )
-    with st.container(key="map_scroll"):
-        st.plotly_chart(
-            figure,
-            theme=None,
-            width=int(figure.layout.width),
-            key="map",
-            on_select=partial(clicked, lens.layer_names),
-            selection_mode="points",
-            config={"displayModeBar": False},
-        )
+    map_page.show(figure, partial(clicked, lens.layer_names))
     st.caption("Click a cell to inspect it below.")
     return layers.index(layer), pos, figure
 

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import labels, memory_page, page, rows_figures, runner, texts
+from lab import labels, memory_page, page, reference, rows_figures, runner, texts
 from models.engram import gate_ceiling
 from models.ngrams import engram_model
 from probes.base import Report
@@ -14,22 +14,6 @@ from probes.points import read_sentences
 from probes.rows import RowsConfig
 
 ENTITIES = "entities.bio"
-FORMULA = (
-    r"r_{n,k} = \Big(\bigoplus_{j<n} x_{t-j}\, m_j\Big) \bmod p_{n,k}, \qquad"
-    r"\text{says}(r) = W_U\,\frac{\gamma \odot W_V^{(n,k)}\,r}{\mathrm{rms}(h_\text{final})}, \qquad"
-    r"\mathbb{E}[\text{coverage}] = 1-\Big(1-\tfrac1m\Big)^{n}, \quad"
-    r"\mathbb{E}[\text{collisions}] = 1-\Big(1-\tfrac1m\Big)^{n-1}"
-)
-MEANING = r"""
-$x$ are canonical ids, $m_j$ the layer's multipliers, $p$ the rows of a head. A row **says** what it adds to the logits
-on the direct path, through its slice of $W_V$, the final norm (weight $\gamma$, at its scale at this position) and
-$W_U$, with the gate fully open, less the mean over the vocabulary. **What came through** is the sum of all rows times
-the gate, without the convolution. What later blocks make of it is not in it. **Hits** count reads, one for each
-position whose n-gram addresses the row; **shared with** are the other distinct n-grams of the text that address it.
-For $n$ distinct n-grams and $m$ rows, **even hashing** lets each draw a row evenly and independently; the standard
-deviations are exact for that. **Spread** is the variance of the n-grams a row over their mean, 1 under even hashing.
-All heads of one order share one mix, so their deviations are not independent.
-"""
 
 
 def main() -> None:
@@ -59,7 +43,7 @@ def main() -> None:
     the_rows(report, place)
     drawn = what_they_say(report, place)
     drawn["usage"] = usage(report)
-    page.how(report, FORMULA, MEANING)
+    page.how(report, *reference.shown(report.probe))
     page.exports(report, drawn)
 
 

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import streamlit as st
 
-from lab import labels, page, runner, sensitivity_figures, texts
+from lab import labels, page, reference, runner, sensitivity_figures, texts
 from models.errors import DataError
 from probes.sensitivity import SensitivityConfig, TextSet
 
 # What a control does, in a word -> its name in the request
 WORDS = {"memory off": "off", "rows zeroed": "zeroed", "rows shuffled": "shuffled", "table of one row": "one_row"}
-FORMULA = (
-    r"\mathrm{change} = \ell_\text{changed} - \ell_\text{as it is},\qquad \ell = -\tfrac1T\sum_t \ln p(x_t\mid x_{<t})"
-)
-MEANING = r"""
-$\ell$ runs over the tokens of the answers (over all tokens where a text has none), in nats a token. **Off** forces the
-gate to 0; **zeroed** rows give a value of 0 whatever the gate says, so the two have the same loss by construction.
-**Shuffled**: each head reads another row of its own table. **One row**: every n-gram reads the first row of its head.
-The **contrast** is the change on the first set minus that on another. 95 % intervals are percentiles of a bootstrap
-over items, each set by itself; for changes in pairs. With few items of one answer token each the intervals are wide.
-"""
 
 
 def main() -> None:
@@ -31,15 +21,14 @@ def main() -> None:
     )
     left, right = st.columns([3, 2])
     with left:
-        uploads = st.file_uploader(
+        uploads = page.upload_many(
             'Your own sets: .jsonl with "prompt", "answer" and maybe "context", or whole texts, one on each line; '
             "without a file, the facts, reading questions and sentences that we wrote",
-            accept_multiple_files=True,
-            key="sets",
+            "sets",
         )
     with right:
         seed, bootstrap = page.resampling()
-    sets = tuple(TextSet(file.name.rpartition(".")[0], texts.items_of(file.getvalue(), file.name)) for file in uploads)
+    sets = tuple(TextSet(file.name.rpartition(".")[0], texts.items_of(file.data, file.name)) for file in uploads)
     sets = sets or texts.shipped_sets()
     names = tuple(own.name for own in sets)
     if len(set(names)) < len(names):
@@ -75,7 +64,7 @@ def main() -> None:
     st.markdown(f"**{labels.markdown(sensitivity_figures.sentence(report))}**")
     drawn = sensitivity_figures.changes(report, runner.mode())
     st.plotly_chart(drawn, theme=None, key="changes")
-    page.how(report, FORMULA, MEANING)
+    page.how(report, *reference.shown(report.probe))
     st.dataframe(sensitivity_figures.table(report), hide_index=True, height="content")
     page.exports(report, {"changes": drawn})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-from lab import card, diagram, labels, runner, texts, training_figures
+from lab import card, diagram, labels, runner, sessions_page, texts, training_figures
 
 # A page -> what it answers.
 QUESTIONS = {
@@ -89,6 +89,17 @@ for n, example in enumerate(examples[:6]):
             open_lens(prompt=example["prompt"], mode=texts.ONE)
 if st.button("Test the claim on our held-out sentences", key="open_set", icon=":material/query_stats:"):
     open_lens(mode=texts.SET)
+
+if sessions_page.examples():
+    st.subheader("Experiments to open")
+    st.markdown("Kept by us, with notes on what to look at. Opening one computes nothing; each can be computed again.")
+    for column, path in zip(st.columns(len(sessions_page.examples())), sessions_page.examples(), strict=True):
+        with column.container(border=True, height="stretch"):
+            name, about = sessions_page.example(path)
+            st.markdown(f"**{labels.markdown(name)}**  \n{labels.markdown(about)}")
+            if st.button("Open", key=f"open_{path.stem}", icon=":material/bookmark:"):
+                sessions_page.take_example(path)
+                st.switch_page(Path(__file__).with_name("sessions.py"))
 
 st.subheader("The models that ship")
 cards = card.cards()

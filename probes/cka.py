@@ -1,7 +1,8 @@
 """CKA: which layer of one model looks like which layer of another, at the same points of the same texts.
 
 Axes: layer_a, layer_b (residual streams: "embed" before block 0, then after each block), point (a position of a
-sentence in both models). Mathematics and estimators: probes/cka_math.py. Points: probes/points.py.
+sentence in both models). CKA is the linear one (arXiv 1905.00414); mathematics and estimators: probes/cka_math.py.
+Points: probes/points.py.
 """
 
 from __future__ import annotations

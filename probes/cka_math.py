@@ -1,4 +1,4 @@
-"""Linear CKA with the unbiased HSIC of Song et al. (2012), in feature space: no matrix over pairs of points.
+"""Linear CKA (arXiv 1905.00414) with an unbiased HSIC (arXiv 2010.15327): no matrix over pairs of points.
 
 Axes: point, layer_a, layer_b, d_a, d_b, group (the sentence of a point), resample.
 With X and Y centred over n points, C = X^T Y, a_i = |x_i|^2 and b_i = |y_i|^2, the estimator HSIC_1 of Song et al.

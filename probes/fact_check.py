@@ -2,6 +2,8 @@
 
 Axes: fact, item (see probes.fact_sets), d_model. The trigger's position is its last one, which predicts the answer's
 first token. What is written there is written = g v + conv, with v = W_V e of the rows e and the gate g.
+Writing is that of "User as Engram" (arXiv 2606.19172), see probes/fact_writing.py; efficacy, paraphrases and neighbours
+are ROME's (arXiv 2202.05262).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Facts of a user in a low-rank adapter (LoRA, arXiv 2106.09685): what rows of a memory are compared with.
 
-Each projection W that makes queries, keys or values becomes W + (2 / rank) * W * B A, with A [rank, in] drawn as a
-linear layer's weights and B [out, rank] zero at first, trained by Adam on all facts at once, on the mean cross-entropy
-of the answers' tokens, as the rows are. The adapter sits in a twin: other modules around the same weights, so that
-nothing is ever put into the model of a handle.
+Each projection W that makes queries, keys or values becomes W + 2 B A (alpha is twice the rank), with A [rank, in]
+drawn as a linear layer's weights and B [out, rank] zero at first, trained by Adam on all facts at once, on the mean
+cross-entropy of the answers' tokens, as the rows are. The adapter sits in a twin: other modules around the same
+weights, so that nothing is ever put into the model of a handle.
 """
 
 from __future__ import annotations

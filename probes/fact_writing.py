@@ -1,4 +1,4 @@
-"""Writing facts: vectors for the rows that a trigger addresses, so that the model answers it ("User as Engram").
+"""Writing facts: vectors for the rows that a trigger addresses, so that the model answers it (arXiv 2606.19172).
 
 Axes: fact, token (of all answers, one fact after another), row (the distinct rows that the facts address), step,
 order, head, head_dim, d_model, vocab. Each token of an answer is written at the position that predicts it; the rows

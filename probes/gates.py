@@ -2,6 +2,9 @@
 
 Axes: layer (memory layers, by block), branch (always 1 so far), pos (the prompts one after another, each with exactly
 the ids the model got), lens_layer (0 is "embed"), bin (of gates, 20 from 0 to 1).
+With e the rows read, h the residual and d its width (Engram, arXiv 2601.07372),
+    g = gate(<RMSNorm(W_K e), RMSNorm(h)> / sqrt(d)),  written = g W_V e + SiLU(conv(RMSNorm(g W_V e)))
+Attribution and knock-outs: probes/attribution.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Axes: variant (a length of the block x how it is made), length. Made are, all be
 same suffix: the block as moved with its first K tokens run again, K = 0 and up; with all run again, which has to be
 the full prefill but for rounding; and as controls for the block as given: not rotated, and left out. The tokens are
 those of the three parts, one behind the other; the block has no BOS.
+A key k cached at position p is moved by P with RoPE's rotations (arXiv 2104.09864): k' = R(p + P) R(p)^-1 k.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Axes: variant (edits of one cache), vocab. The stale cache is the old prompt's, the donor the new one's; all logits are
 those of the last token, which runs again on the edited cache as it does in the clean runs. An edit is scored by the
-logits of the first tokens of the two answers.
+logits of the first tokens of the two answers:
+    score = logit[new answer] - logit[old answer],  recovery = (edited - old) / (new - old)
 """
 
 from __future__ import annotations

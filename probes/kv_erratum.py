@@ -4,6 +4,7 @@ Axes: variant (what is said behind the prompt), policy (after how many correctio
 (corrections, one after the other). What runs is (probes.kv_append)
     cache of the old prompt + "\\n" + correction + "\\n" + the end of the question once more
 and the answer is read at the last token. All of the prompt stays in the cache, its own end of the question too.
+Recovery is that of probes.kv_effects; the share of tokens served is served / (served + computed).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A library of scenarios: for which kind of question the answer is read from the field, and for which behind it.
 
 Axes: scenario, edit (EDITS), kind (the last is all of them). A scenario whose values cannot be aligned, or that the
-model gets wrong in one of the clean prompts, has its reason and is left out of every mean.
+model gets wrong in one of the clean prompts, has its reason and is left out of every mean. What decides is the
+contrast: recovery of the field alone minus that of everything behind it, with an interval over scenarios.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Axes: variant (the steps of the ladder), position (positions at which the caches differ), size (of random sets). The
 steps: the field; everything behind it; the last k positions; the best k by what each gives alone; as a control k at
-random from those behind the field; all; none.
+random from those behind the field; all; none. The claim under test, that answers are read behind the field, is that of
+"Models take notes at prefill" (arXiv 2606.17107); recovery is defined in probes/kv_effects.py.
 """
 
 from __future__ import annotations

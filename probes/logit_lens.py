@@ -1,7 +1,8 @@
 """The lens: what every layer's residual would predict, through the model's own final norm and head.
 
-The logit lens reads the residual as it is, the tuned lens after an affine translator of its layer
-(probes/tuned_lens.py). Axes are those of probes/lens_result.py.
+The logit lens (nostalgebraist 2020) reads the residual as it is, the tuned lens (arXiv 2303.08112) after an affine
+translator of its layer (probes/tuned_lens.py). Axes are those of probes/lens_result.py, formulas those of
+probes/lens_math.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What one position reads from the memory: its n-grams, the rows they address, who else does, and what the rows say.
 
 Axes: order (n = 2..N), head, k (best first), vocab, d_model, head_dim. One model, one prompt, one memory layer.
+The row of a head is (x_t m_0 XOR x_t-1 m_1 XOR ...) mod its prime, of canonical ids x (Engram, arXiv 2601.07372).
 With g the weight of the final norm and h the last residual at the position, a row r of a head adds to the logits,
 on the direct path and with the gate fully open,
     W_U (g * W_V[:, slice of the head] r) / rms(h)

@@ -2,7 +2,9 @@
 
 Axes: set (of texts), condition (the first is the model as it is; then each control; then the second model), item.
 An item is a text and the answer that ends it; only the answer's tokens are scored. Without an answer all tokens are,
-but, as in the lens, not what a special token that leads the text predicts.
+but, as in the lens, not what a special token that leads the text predicts. The change of a condition is its mean
+cross-entropy over these tokens less that of the model as it is. That facts need the memory and reading does not is a
+finding of Engram (arXiv 2601.07372).
 """
 
 from __future__ import annotations

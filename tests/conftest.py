@@ -1,4 +1,4 @@
-"""No test may ask a network for anything, or find what this user has got for the lab."""
+"""No test may ask a network for anything, or find what this user has got for the lab or kept in it."""
 
 from __future__ import annotations
 
@@ -7,3 +7,6 @@ import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["ENGRAM_LAB_CACHE"] = os.path.join(tempfile.gettempdir(), "engram-lab-no-cache")
+os.environ.pop("ENGRAM_LAB_STORE", None)
+_data = tempfile.TemporaryDirectory(prefix="engram-lab-tests-")  # gone when the tests end
+os.environ["ENGRAM_LAB_DATA"] = _data.name

@@ -42,6 +42,15 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="the report; - is stdout, and the default if no file is named")
     parser.add_argument("--csv", metavar="FILE", help="tidy rows; - is stdout")
     parser.add_argument("--png", metavar="FILE", help="the figure; needs Chrome or Chromium")
+    parser.add_argument("--save", dest="session", metavar="NAME", help="keep the run in the session of this name")
+    parser.add_argument("--note", metavar="MARKDOWN", help="with --save: the note of the session")
+    parser.add_argument("--tag", metavar="TAG", action="append", help="with --save: a tag; may be repeated")
+    add_store(parser)
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    """--store."""
+    parser.add_argument("--store", metavar="URL", help="where sessions are kept (default: a file of this user)")
 
 
 def names(args: argparse.Namespace) -> tuple[str, ...]:

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments
+from lab.fronts import arguments, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.cka import CKAConfig
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 HELP = "CKA: which layer of one model looks like which layer of another"
 ENTITIES = "entities.bio"  # the sentences that ship
+# The kinds of points of probes.points, in the words of the page
+KINDS = {"ends of entities": "entity", "all tokens": "all", "ends of texts": "last"}
 ENDS = ("", "_low", "_high")
 FILE, FILE_B = "sentences.jsonl", "sentences_b.jsonl"  # where an exported command reads its own
 
@@ -120,6 +123,32 @@ def options(config: CKAConfig) -> list[str]:
     if config.prompts_b is not None:
         flags.append(arguments.flag("prompts-b", FILE_B))
     return [*flags, arguments.flag("seed", config.seed), arguments.flag("bootstrap", config.bootstrap)]
+
+
+def view(config: CKAConfig) -> View:
+    """The page of a request."""
+    from probes.points import read_sentences, take
+
+    itself = config.models[0] == config.models[1]
+    shown = widgets.models(config.models[: 1 if itself else 2]) | widgets.resampling(config)
+    shown |= {"itself": itself, "sentences": len(config.prompts)}
+    shown["points"] = widgets.one_of("the points", config.points, KINDS)
+    brought = {}
+    if (config.prompts, config.entities) != take(shipped(), config.points, len(config.prompts)):
+        raw = to_file(config.prompts, config.entities)
+        if take(read_sentences(raw, FILE), config.points) != (config.prompts, config.entities):
+            widgets.refuse("a sentence without an entity, or one that no file holds")
+        brought["cka_file"] = (FILE, raw)
+    if config.prompts_b is not None:
+        brought["cka_file_b"] = (FILE_B, to_file(config.prompts_b, None))
+    return widgets.view("cka", shown, brought)
+
+
+def to_file(texts: Sequence[str], entities: Sequence[Sequence[Sequence[int]]] | None) -> bytes:
+    """Sentences as a file that the page reads."""
+    from probes.points import to_json_lines
+
+    return to_json_lines(texts, entities).encode()
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

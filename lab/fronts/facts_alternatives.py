@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lab import facts_files
-from lab.fronts import arguments
+from lab.fronts import arguments, facts_widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.fact_alternatives import AlternativesConfig
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 GROUP_HELP = facts_files.GROUP_HELP
 HELP = "the same facts in rows, in LoRA, in the prompt and retrieved: recall, and what happens to unrelated text"
+RANKS, MOST = (8, 64), 20  # of LoRA, that the page offers; facts retrieved there at most
 N_TEXTS, BEST = 120, 3  # unrelated texts, facts that are retrieved
 
 
@@ -98,6 +100,22 @@ def options(config: AlternativesConfig) -> list[str]:
         *(arguments.flag(name, value) for name, value in values.items()),
         *["--time"] * config.time,
     ]
+
+
+def settled(report: Report) -> AlternativesConfig:
+    """The request with the layer that was written at."""
+    made: AlternativesConfig = facts_widgets.settled(report)
+    return made
+
+
+def view(config: AlternativesConfig) -> View:
+    """The page of a request, but for its facts."""
+    shown = {
+        "facts_ranks": [rank for rank in RANKS if rank in config.ranks],
+        "facts_best": min(max(map(len, config.retrieved), default=0), MOST),
+        **facts_widgets.unrelated("facts_unrelated", config.unrelated),
+    }
+    return facts_widgets.view("Alternatives", config, shown)
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab import facts_files
-from lab.fronts import arguments
+from lab.fronts import arguments, facts_widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.fact_check import CheckConfig
@@ -62,6 +63,17 @@ def options(config: CheckConfig) -> list[str]:
         arguments.flag("seed", config.seed),
         arguments.flag("bootstrap", config.bootstrap),
     ]
+
+
+def settled(report: Report) -> CheckConfig:
+    """The request with the layer that was written at."""
+    made: CheckConfig = facts_widgets.settled(report)
+    return made
+
+
+def view(config: CheckConfig) -> View:
+    """The page of a request, but for its facts."""
+    return facts_widgets.view("Write and check", config, facts_widgets.unrelated("facts_texts", config.texts))
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

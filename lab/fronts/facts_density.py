@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lab import facts_files
-from lab.fronts import arguments
+from lab.fronts import arguments, facts_widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.fact_density import DensityConfig
@@ -63,6 +64,22 @@ def options(config: DensityConfig) -> list[str]:
         arguments.flag("seed", config.seed),
         arguments.flag("bootstrap", config.bootstrap),
     ]
+
+
+def settled(report: Report) -> DensityConfig:
+    """The request with the layer that was written at, and as many facts together as there are."""
+    from dataclasses import replace
+
+    return replace(facts_widgets.settled(report), sizes=report.result.sizes)
+
+
+def view(config: DensityConfig) -> View:
+    """The page of a request, but for its facts."""
+    from probes.fact_density import SIZES
+
+    n = len(config.facts)
+    sizes = [size for size in SIZES if size <= n and size in config.sizes]
+    return facts_widgets.view("Density", config, {f"facts_sizes.{n}": sizes, "facts_stacks": config.stacks})
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lab import facts_files
-from lab.fronts import arguments
+from lab.fronts import arguments, facts_widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.fact_layers import LayersConfig
@@ -59,6 +60,11 @@ def options(config: LayersConfig) -> list[str]:
         arguments.flag("seed", config.seed),
         arguments.flag("bootstrap", config.bootstrap),
     ]
+
+
+def view(config: LayersConfig) -> View:
+    """The page of a request, but for its facts."""
+    return facts_widgets.view("Layers", config, {})
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

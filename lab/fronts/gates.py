@@ -6,16 +6,18 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments
+from lab.fronts import arguments, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.gates import GatesConfig
 
+AS_IT_IS, ALL_LAYERS = "as it is", "all layers"  # of one prompt, in the words of the page
 HELP = "gates of a memory: what opens, what is written, what it says and whether it matters"
 
 
@@ -83,6 +85,48 @@ def options(config: GatesConfig) -> list[str]:
 def files(config: GatesConfig) -> dict[str, str]:
     """The files that the flags name."""
     return arguments.texts_file(config.prompts, config.detail)
+
+
+def settled(report: Report) -> GatesConfig:
+    """With the position that knock-outs were read at."""
+    from dataclasses import replace
+
+    config: GatesConfig = report.config
+    return replace(config, position=report.result.position) if config.knock_out else config
+
+
+def view(config: GatesConfig) -> View:
+    """The page of a request, whose position does not count from the end."""
+    from lab.gates_figures import CONTROL_NAMES, control_name
+    from lab.texts import held_out
+
+    shown = widgets.models(config.models)
+    widgets.without(config, ranked=12)
+    if not config.detail:
+        widgets.without(config, target=None, position=None, knock_out=False)
+        if len(set(config.controls)) < len(config.controls):
+            widgets.refuse("a control twice")
+        mode, brought = widgets.set_mode(config.prompts, held_out())
+        shown |= mode | widgets.resampling(config) | {"controls": [control_name(own) for own in config.controls]}
+        shown["min_count"] = widgets.within("a smallest count", config.min_count, 1, 1000)
+        return widgets.view("gates", shown, brought)
+    widgets.without(config, bootstrap=1000, min_count=5)
+    shown |= widgets.one_prompt(config) | {"target": config.target or "", "knock_out": config.knock_out}
+    if not config.knock_out:
+        widgets.without(config, position=None)
+    elif config.position is None or config.position < 0:
+        widgets.refuse("a position from the end")
+    else:
+        shown["pos"] = config.position
+    if len(config.controls) > 1:
+        widgets.refuse("several controls at once of one prompt")
+    name, _, layer = (*config.controls, "")[0].partition("@")
+    if name == "shuffled":
+        shown["seed"] = widgets.within("a seed", config.seed, *widgets.SEEDS)
+    else:
+        widgets.without(config, seed=0)
+    at = f"layer {layer}" if layer else ALL_LAYERS
+    return widgets.view("gates", shown | {"control": CONTROL_NAMES.get(name, AS_IT_IS), "at": at})
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

@@ -7,17 +7,20 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lab import kv_scenarios
-from lab.fronts import arguments
+from lab.fronts import arguments, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.kv_compose import ComposeConfig
 
 GROUP_HELP = kv_scenarios.GROUP_HELP
+AGAIN = (0, 1, 2, 4, 8, 16, 32)  # tokens of a block that run again, and lengths of it, that the page offers
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 HELP = "a block prefilled alone, moved behind a prefix by rotating its keys, against a full prefill"
 
 
@@ -77,6 +80,23 @@ def options(config: ComposeConfig) -> list[str]:
     flags.append(" ".join(["--recompute", *map(str, config.recompute)]))
     flags.append(" ".join(["--lengths", *map(str, config.lengths)]))
     return [*flags, *(["--time"] if config.time else [])]
+
+
+def view(config: ComposeConfig) -> View:
+    """The page of a request; it offers no length of half the model's context or more."""
+    answers = ";".join(config.answers)
+    if tuple(own for own in answers.split(";") if own.strip()) != config.answers:
+        widgets.refuse("an answer with ; in it")
+    shown = {
+        **widgets.models(config.models),
+        "experiment": "Compose",
+        **{name: getattr(config, name) for name in ("prefix", "block", "suffix")},
+        "again": widgets.some_of("numbers of tokens that run again", config.recompute, AGAIN),
+        "lengths": widgets.some_of("lengths", config.lengths, LENGTHS),
+        "decide": answers,
+        "kv_time": config.time,
+    }
+    return widgets.view("kv", shown)
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

@@ -7,18 +7,20 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lab import kv_scenarios
-from lab.fronts import arguments
+from lab.fronts import arguments, kv_widgets, widgets
 from lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.kv_erratum import ErratumConfig
 
 GROUP_HELP = kv_scenarios.GROUP_HELP
+POLICIES = (0, 4, 3, 2, 1)  # corrections until all is prefilled anew, that the page offers
 HELP = "a correction behind a stale cache in place of a new prefill, with controls, and a chain of them"
 
 
@@ -80,6 +82,31 @@ def options(config: ErratumConfig) -> list[str]:
         flags.append(arguments.flag("wording", config.wording))
     flags.append(" ".join(["--thresholds", *map(str, config.thresholds)]))
     return [*flags, *(["--time"] if config.time else [])]
+
+
+def chain_of(text: str) -> tuple[tuple[str, str], ...]:
+    """(value, answer) of VALUE=ANSWER;VALUE=ANSWER; LabError for a part without =."""
+    from models.errors import LabError
+
+    pairs = [part.rpartition("=") for part in text.split(";") if part.strip()]
+    if bad := [value for _, sign, value in pairs if not sign]:
+        raise LabError(f'"{bad[0].strip()}" is no correction of a chain: write VALUE=ANSWER, with ; between two.')
+    return tuple((value.strip(), answer.strip()) for value, _, answer in pairs)
+
+
+def view(config: ErratumConfig) -> View:
+    """The page of a request."""
+    chain = ";".join(f"{value}={answer}" for value, answer in config.chain)
+    if chain_of(chain) != config.chain:
+        widgets.refuse(f"the chain {chain}, with spaces at an end or a sign that it writes between corrections")
+    shown = {
+        "corrections": widgets.within("a number of corrections", config.corrections, 0, 20),
+        "policies": widgets.some_of("thresholds", config.thresholds, POLICIES),
+        "kv_time": config.time,
+        "wording": config.wording,
+        "chain": chain,
+    }
+    return kv_widgets.view("Erratum", config, shown, (*kv_widgets.EDITED, *kv_widgets.SAID))
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

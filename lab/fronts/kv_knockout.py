@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lab import kv_scenarios
-from lab.fronts import arguments
+from lab.fronts import arguments, kv_widgets, widgets
 from lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.kv_knockout import KnockoutConfig
@@ -75,6 +76,25 @@ def options(config: KnockoutConfig) -> list[str]:
     if config.unrelated != UNRELATED:
         flags.append(arguments.flag("unrelated", config.unrelated))
     return [*flags, arguments.flag("draws", config.draws), arguments.flag("seed", config.seed)]
+
+
+def view(config: KnockoutConfig) -> View:
+    """The page of a request."""
+    from probes.kv_knockout import HOWS, TARGETS, UNRELATED
+
+    targets = widgets.some_of("targets", config.targets, TARGETS)
+    shown = {
+        **kv_widgets.seed(config),
+        "targets": [own for own in targets if own != "positions"],
+        "hows": widgets.some_of("ways", config.hows, HOWS),
+        "kv_positions": widgets.some_of("positions", config.positions, sorted(config.positions)),
+        "noise": widgets.within("a number of draws", config.draws, 1, 50),
+    }
+    if "unrelated" in config.hows:
+        shown["unrelated"] = config.unrelated
+    else:
+        widgets.without(config, unrelated=UNRELATED)
+    return kv_widgets.view("Knock-out", config, shown)
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

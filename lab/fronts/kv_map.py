@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lab import kv_scenarios
-from lab.fronts import arguments
+from lab.fronts import arguments, kv_widgets, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.kv_map import MapConfig
@@ -51,6 +52,12 @@ def options(config: MapConfig) -> list[str]:
         arguments.flag("groups", config.groups),
         arguments.flag("part", config.part),
     ]
+
+
+def view(config: MapConfig) -> View:
+    """The page of a request."""
+    widgets.without(config, seed=0)
+    return kv_widgets.view("Map", config, {**kv_widgets.part(config), "groups": config.groups})
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

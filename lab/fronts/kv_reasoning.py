@@ -7,18 +7,20 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lab import kv_scenarios
-from lab.fronts import arguments
+from lab.fronts import arguments, kv_widgets, widgets
 from lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.kv_reasoning import ReasoningConfig
 
 GROUP_HELP = kv_scenarios.GROUP_HELP
+TOKENS = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # that the page offers to write
 HELP = "the field alone swapped, and the model writes some tokens before it answers"
 
 
@@ -58,6 +60,12 @@ def options(config: ReasoningConfig) -> list[str]:
     flags = arguments.model_flags(config.models) + kv_scenarios.scenario_flags(config.scenario, config.align)
     flags.append(" ".join(["--tokens", *map(str, config.tokens)]))
     return [*flags, *([arguments.flag("cue", config.cue)] if config.cue != CUE else [])]
+
+
+def view(config: ReasoningConfig) -> View:
+    """The page of a request."""
+    shown = {"written": widgets.some_of("numbers of tokens", config.tokens, TOKENS), "cue": config.cue}
+    return kv_widgets.view("Reasoning", config, shown)
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

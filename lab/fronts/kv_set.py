@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab import kv_scenarios
-from lab.fronts import arguments
+from lab.fronts import arguments, kv_widgets, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.kv_set import SetConfig
@@ -66,6 +67,19 @@ def options(config: SetConfig) -> list[str]:
         arguments.flag("seed", config.seed),
         arguments.flag("bootstrap", config.bootstrap),
     ]
+
+
+def view(config: SetConfig) -> View:
+    """The page of a request."""
+    shipped = _shipped(config)
+    shown = {
+        **widgets.models(config.models),
+        **widgets.resampling(config),
+        "experiment": "Whole library",
+        "chat_all": shipped == ["--chat"],
+        "split_all": config.align == "split",
+    }
+    return widgets.view("kv", shown, {} if shipped is not None else kv_widgets.library(config.scenarios))
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

@@ -7,17 +7,19 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lab import kv_scenarios
-from lab.fronts import arguments
+from lab.fronts import arguments, kv_widgets, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.kv_swap import SwapConfig
 
 GROUP_HELP = kv_scenarios.GROUP_HELP
+SIZES = (1, 2, 4, 8, 16)  # numbers of positions that the page offers, each for last, best and random
 HELP = "swap K and V of a changed field, of what is behind it, and of other positions into a stale cache"
 
 
@@ -66,6 +68,21 @@ def options(config: SwapConfig) -> list[str]:
         if (numbers := getattr(config, name)) is not None:
             flags.append(" ".join([f"--{name}", *map(str, numbers)]))
     return [*flags, arguments.flag("draws", config.draws), arguments.flag("seed", config.seed)]
+
+
+def view(config: SwapConfig) -> View:
+    """The page of a request that takes the same numbers of last, best and random positions."""
+    if not config.last == config.best == config.random:
+        widgets.refuse("different numbers of last, best and random positions")
+    layers = config.layers or ()
+    shown = {
+        **kv_widgets.part(config),
+        **kv_widgets.seed(config),
+        "sizes": widgets.some_of("numbers of positions", config.last, SIZES),
+        "draws": widgets.within("a number of draws", config.draws, 1, 100),
+        "kv_layers": widgets.some_of("layers", layers, sorted(layers)),
+    }
+    return kv_widgets.view("Swap", config, shown)
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

@@ -6,16 +6,18 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments
+from lab.fronts import arguments, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.logit_lens import LensConfig
 
+TOP = 20  # tokens that the page lists for a cell at most
 HELP = "logit lens and tuned lens: what each layer would predict"
 
 
@@ -54,6 +56,20 @@ def options(config: LensConfig) -> list[str]:
 def files(config: LensConfig) -> dict[str, str]:
     """The files that the flags name."""
     return arguments.texts_file(config.prompts, config.detail)
+
+
+def view(config: LensConfig) -> View:
+    """The page of a request."""
+    from lab.texts import held_out
+
+    shown = {**widgets.models(config.models), "tuned": config.tuned}
+    if not config.detail:
+        widgets.without(config, target=None, top_k=5)
+        mode, brought = widgets.set_mode(config.prompts, held_out())
+        return widgets.view("lens", shown | mode | widgets.resampling(config), brought)
+    widgets.without(config, seed=0, bootstrap=1000)
+    shown |= widgets.one_prompt(config) | {"target": config.target or ""}
+    return widgets.view("lens", shown | {"top": widgets.within("a number of top tokens", config.top_k, 1, TOP)})
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

@@ -7,16 +7,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments
+from lab.fronts import arguments, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.rows import RowsConfig
 
+TOP, SHARERS = 50, 500  # tokens and sharers that the page lists at most
 HELP = "rows: what one position reads from the memory, who shares it, and how evenly a text uses it"
 
 
@@ -69,12 +71,49 @@ def files(config: RowsConfig) -> dict[str, str]:
     return arguments.texts_file(config.text, detail=not config.text)
 
 
+def settled(report: Report) -> RowsConfig:
+    """With the position and the layer that were read."""
+    from dataclasses import replace
+
+    return replace(report.config, position=report.result.position, layer=report.result.layer)
+
+
+def own_sentences() -> tuple[str, ...]:
+    """All sentences that we wrote, which the page counts over."""
+    from lab.fronts.cka import shipped
+    from lab.texts import held_out
+
+    return (*held_out(), *(sentence.text for sentence in shipped()))
+
+
+def view(config: RowsConfig) -> View:
+    """The page of a request, whose position does not count from the end and which names its layer."""
+    widgets.without(config, counts=None)
+    if config.position < 0 or config.layer is None:
+        widgets.refuse("a position from the end, or for a layer without its number")
+    counted, brought = widgets.text_set(config.text, own_sentences())
+    shown = {
+        "prompt": config.prompts[0],
+        "pos": config.position,
+        "memory": config.layer,
+        "top": widgets.within("a number of top tokens", config.top_k, 1, TOP),
+        "sharers": widgets.within("a number of listed sharers", config.top_shared, 0, SHARERS),
+    }
+    return widgets.view("rows", widgets.models(config.models) | shown | counted, brought)
+
+
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
-    """The tokens that what came through promotes and suppresses."""
+    """The tokens that what came through promotes and suppresses; without a handle, by the report's own texts."""
     from lab import labels
     from lab.rows_figures import came_through
 
-    return came_through(report, lambda i: labels.label(handles[0].pieces([i], whole=False)[0]), mode)
+    said = report.result.came_through
+    texts = dict(zip(said.promoted_ids + said.suppressed_ids, said.promoted_texts + said.suppressed_texts, strict=True))
+
+    def name_of(token_id: int) -> str:
+        return labels.label(handles[0].pieces([token_id], whole=False)[0] if handles else texts[token_id].encode())
+
+    return came_through(report, name_of, mode)
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

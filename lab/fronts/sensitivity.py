@@ -8,16 +8,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments
+from lab.fronts import arguments, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from lab.theme import Mode
+    from lab.views import View
     from models.handle import Handle
     from probes.base import Report
     from probes.sensitivity import SensitivityConfig
 
+# What a control does, in a word of the page -> its name in the request
+WORDS = {"memory off": "off", "rows zeroed": "zeroed", "rows shuffled": "shuffled", "table of one row": "one_row"}
+FILES = 8  # sets that the page takes, as page.upload_many
 HELP = "loss on text sets with the memory intact, changed and off"
 
 
@@ -67,13 +71,18 @@ def files(config: SensitivityConfig) -> dict[str, str]:
 
     if config.sets == shipped_sets():
         return {}
-    lines = {
-        own.name: [json.dumps({"prompt": i.text, "answer": i.answer}, ensure_ascii=False) for i in own.items]
-        if any(item.answer for item in own.items)
-        else [item.text for item in own.items]
-        for own in config.sets
-    }
-    return {_file(own): "\n".join(lines[own.name]) + "\n" for own in config.sets}
+    return dict(zip(map(_file, config.sets), _texts(config), strict=True))
+
+
+def _texts(config: SensitivityConfig) -> list[str]:
+    """Each set as the text of a file."""
+    found = []
+    for own in config.sets:
+        lines = [item.text for item in own.items]
+        if any(item.answer for item in own.items):
+            lines = [json.dumps({"prompt": i.text, "answer": i.answer}, ensure_ascii=False) for i in own.items]
+        found.append("".join(f"{line}\n" for line in lines))
+    return found
 
 
 def _file(own: Any) -> str:
@@ -88,6 +97,31 @@ def options(config: SensitivityConfig) -> list[str]:
         flags += [arguments.flag("set", f"{own.name}={_file(own)}") for own in config.sets]
     flags += [arguments.flag("control", control) for control in config.controls]
     return [*flags, arguments.flag("seed", config.seed), arguments.flag("bootstrap", config.bootstrap)]
+
+
+def view(config: SensitivityConfig) -> View:
+    """The page of a request: its controls are some changes, each at all layers, at one, or at all and at each one.
+
+    Which layers are "each" only the model can tell.
+    """
+    from lab.texts import items_of, shipped_sets
+
+    shown = widgets.models(config.models) | widgets.resampling(config)
+    first, brought = config.sets[0].name, {}
+    if config.sets != tuple(sorted(shipped_sets(), key=lambda own: own.name != first)):
+        for n, (own, text) in enumerate(zip(config.sets, _texts(config), strict=True)):
+            raw = text.encode()
+            if items_of(raw, _file(own)) != own.items or n >= FILES:
+                widgets.refuse(f"more than {FILES} sets" if n >= FILES else f"the set {own.name}, which no file holds")
+            suffix = _file(own).rpartition(".")[2]
+            brought[f"sets.{n}"] = (f"{own.name}.{suffix}", raw)
+    names, ends = (list(dict.fromkeys(c.partition("@")[n] for c in config.controls)) for n in (0, 2))
+    each = [name + (end and f"@{end}") for name in names for end in ends]
+    words = [widgets.one_of("the control", name, WORDS) for name in names]
+    if list(config.controls) != each or (len(ends) > 1 and ends[0]):
+        widgets.refuse(f"the controls {', '.join(config.controls)} together")
+    at = "each" if len(ends) > 1 else ends[0] or "all"
+    return widgets.view("sensitivity", shown | {"controls": words, "at": at, "first_set": first}, brought)
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import Any, Literal
 
 from playwright.sync_api import Page
+
+from lab.theme import PALETTES
 
 # A busy machine draws slowly; what is slow on an idle one is measured elsewhere.
 PATIENCE_MS = 240_000
@@ -48,3 +50,18 @@ def type_prompt(page: Page, prompt: str) -> None:
     box = page.get_by_label("Prompt", exact=True)
     box.fill(prompt)
     box.press("Control+Enter")
+
+
+def in_mode(page: Page, scheme: Literal["light", "dark"], width: int) -> None:
+    """Look at what comes in this mode and through a window of this width."""
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    page.set_viewport_size({"width": width, "height": 900})
+
+
+def fits(page: Page, scheme: str, width: int) -> None:
+    """The page has the colour of the mode, and nothing but a map scrolls sideways."""
+    settled(page)
+    colour = page.evaluate("getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor")
+    red, green, blue = (int(PALETTES[scheme].page[n : n + 2], 16) for n in (1, 3, 5))
+    assert colour == f"rgb({red}, {green}, {blue})"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from models.handle import Handle
 from probes import logit_lens
 from probes.base import Report
 from probes.logit_lens import LensConfig
+from tests.lab import memory_lab
+from tests.lab.memory_lab import CONTEXT
 from tests.models import tiny
 
 PROMPT = "The river runs past the the the old <mill> $5 and $6"
 TARGET = " the"
-CONTEXT = 640
 
 
 @pytest.fixture(scope="session")
@@ -90,3 +92,16 @@ def shipped(
         }
         (folder / name / "card.json").write_text(json.dumps(card))
     return folder
+
+
+@pytest.fixture(scope="session")
+def memory_models(tmp_path_factory: pytest.TempPathFactory, shipped: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """The folder of tests.lab.memory_lab."""
+    return memory_lab.make(tmp_path_factory.mktemp("lab"), shipped, tokenizer)
+
+
+@pytest.fixture
+def lab_with_memories(memory_models: Path) -> Iterator[Path]:
+    """An app whose shipped models are those of tests.lab.memory_lab."""
+    with memory_lab.served(memory_models):
+        yield memory_models

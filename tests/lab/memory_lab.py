@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
+import pytest
+import streamlit as st
 import torch
-from streamlit.testing.v1 import AppTest
 from transformers import PreTrainedTokenizerFast
 
-from lab import runner
+from lab import card, facts_files, kv_scenarios, texts
+from models import loading
 from models.engram import EngramForCausalLM
-from tests.lab.conftest import CONTEXT
+from probes.fact_sets import Expected, StatedFact
+from probes.kv_scenario import Scenario
 from tests.models import tiny
 
-APP = Path(runner.__file__).with_name("app.py")
-PAGES = APP.parent.parent / "pages"
+CONTEXT = 640  # tokens
 
 
 def engram(tokenizer: PreTrainedTokenizerFast, seed: int) -> EngramForCausalLM:
@@ -41,34 +43,43 @@ def make(folder: Path, shipped: Path, tokenizer: PreTrainedTokenizerFast) -> Pat
     return models
 
 
-def open_page(name: str) -> AppTest:
-    return AppTest.from_file(str(APP), default_timeout=200).run().switch_page(str(PAGES / f"{name}.py")).run()
+PERSONA = (
+    StatedFact(
+        "The river runs past the old", " mill", ("Past the river is the",),
+        (Expected("Paris is the capital of", " France"),), Expected("The old mill and the", " river"), "mill",
+    ),
+    StatedFact("Paris is the capital of", " Japan"),
+    StatedFact("Tokyo is the", " sea"),
+)  # fmt: skip
+# What our texts become where an app is to draw a page in no time.
+FEW = {"held_out.txt": 20, "facts.jsonl": 3, "reading.jsonl": 3, "prompts.json": None, "entities.bio": 60}
 
 
-def clean(at: AppTest) -> AppTest:
-    assert not at.exception, at.exception
-    assert not at.error, at.error[0].value
-    return at
+@contextmanager
+def few_texts(folder: Path, scenarios: Sequence[Scenario]) -> Iterator[None]:
+    """The app's own texts cut to a few lines, these scenarios, and a persona of three facts."""
+    for name, lines in FEW.items():
+        own = (texts.TEXTS / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        (folder / name).write_text("".join(own[:lines]), encoding="utf-8")
+    (folder / "library.jsonl").write_text(kv_scenarios.written(scenarios), encoding="utf-8")
+    (folder / "persona.jsonl").write_text(facts_files.written(PERSONA), encoding="utf-8")
+    read_once = (texts.examples, texts.held_out, texts.shipped_sets, kv_scenarios.library, facts_files.persona)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "TEXTS", folder)
+        patch.setattr(kv_scenarios, "LIBRARY", folder / "library.jsonl")
+        patch.setattr(facts_files, "PERSONA", folder / "persona.jsonl")
+        for read in read_once:
+            read.cache_clear()
+        yield
+    for read in read_once:
+        read.cache_clear()
 
 
-def change(at: AppTest, kind: str, key: str, value: Any) -> AppTest:
-    if kind == "button_group":
-        at.get_by_key(key).set_value(value)
-    else:
-        getattr(at, kind)(key=key).set_value(value)
-    return at.run()
-
-
-def table(at: AppTest, column: str) -> pd.DataFrame:
-    """The first table of the page that has this column."""
-    found: pd.DataFrame = next(t.value for t in at.dataframe if column in t.value.columns)
-    return found
-
-
-def sentence(at: AppTest) -> str:
-    """The one error on the page."""
-    assert not at.exception, at.exception
-    assert len(at.error) == 1
-    text = at.error[0].value.replace("\\", "")
-    assert text.endswith(".") and "\n" not in text and "Traceback" not in text
-    return str(text)
+@contextmanager
+def served(models: Path) -> Iterator[pytest.MonkeyPatch]:
+    """The app's shipped models are those of this folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "SHIPPED", models)
+        patch.setattr(card, "MODELS", models)
+        yield patch
+    st.cache_resource.clear()

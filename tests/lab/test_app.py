@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
@@ -19,11 +17,11 @@ from models.errors import LabError
 from models.handle import Handle
 from probes import logit_lens, tuned_lens
 from probes.logit_lens import LensConfig
+from tests.lab.driving import APP, PAGES, change, chart, clean, command, numbers, sentence, table
 from tests.probes.test_tuned_lens import translators
 
-APP = Path(runner.__file__).with_name("app.py")
-LENS = str(APP.parent.parent / "pages" / "lens.py")
-START = str(APP.parent.parent / "pages" / "start.py")
+LENS = str(PAGES / "lens.py")
+START = str(PAGES / "start.py")
 LONG = "the old mill and the river " * 12
 
 
@@ -46,46 +44,9 @@ def lens() -> AppTest:
     return app().switch_page(LENS).run()
 
 
-def clean(at: AppTest) -> AppTest:
-    assert not at.exception, at.exception
-    assert not at.error, at.error[0].value
-    return at
-
-
-def sentence(at: AppTest) -> str:
-    """The one error on the page."""
-    assert not at.exception, at.exception
-    assert len(at.error) == 1
-    text = at.error[0].value.replace("\\", "")
-    assert text.endswith(".") and "\n" not in text and "Traceback" not in text
-    return text
-
-
-def chart(at: AppTest, key: str) -> dict[str, Any]:
-    """What a Plotly chart of the page draws."""
-    found: dict[str, Any] = json.loads(at.get_by_key(key).proto.spec)
-    return found
-
-
 def curve(at: AppTest, name: str = "engram-mini") -> np.ndarray:
     (trace,) = [t for t in chart(at, "curves")["data"] if t["name"].startswith(name) and "markers" in t.get("mode", "")]
     return numbers(trace["y"])
-
-
-def table(at: AppTest, column: str) -> pd.DataFrame:
-    """The first table of the page that has this column."""
-    found: pd.DataFrame = next(t.value for t in at.dataframe if column in t.value.columns)
-    return found
-
-
-def numbers(value: Any) -> np.ndarray:
-    """An array as Plotly's JSON has it: a list, or base64 with its type."""
-    if isinstance(value, dict):
-        import base64
-
-        flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=value["dtype"])
-        return flat.reshape([int(n) for n in str(value.get("shape", "-1")).split(",")])
-    return np.array(value, dtype=float)
 
 
 def test_start_page_leads_to_the_first_experiment() -> None:
@@ -110,15 +71,6 @@ def test_curves_are_those_of_the_probe(lens: AppTest, pair: list[Handle]) -> Non
     report = logit_lens.run(pair, LensConfig(("engram-mini", "dense-mini"), (prompt,)))
     for model in report.result.models:
         assert np.allclose(curve(clean(lens), model.name), model.mean_kl, atol=1e-5)
-
-
-def change(at: AppTest, kind: str, key: str, value: Any) -> AppTest:
-    getattr(at, kind)(key=key).set_value(value)
-    return clean(at.run())
-
-
-def command(at: AppTest) -> str:
-    return str(at.code[0].value)
 
 
 REQUESTS: list[tuple[str, str, Any, Callable[[AppTest], Any]]] = [

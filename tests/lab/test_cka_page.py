@@ -22,7 +22,7 @@ from models.handle import Handle
 from probes import cka
 from probes.cka import CKAConfig
 from probes.points import read_sentences, take, to_json_lines
-from tests.lab.test_app import APP, change, chart, clean, command, numbers, sentence
+from tests.lab.driving import APP, change, chart, clean, command, numbers, sentence
 from tests.lab.test_export import words
 
 PAGE = str(APP.parent.parent / "pages" / "cka.py")

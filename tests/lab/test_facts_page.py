@@ -25,20 +25,13 @@ from models.overlay import Stack, prepare
 from probes import fact_check
 from probes.fact_check import CheckConfig
 from probes.fact_locality import table_digest
-from probes.fact_sets import Expected, StatedFact, Writing, write
+from probes.fact_sets import StatedFact, Writing, write
 from tests.lab import memory_lab
-from tests.lab.memory_lab import APP, PAGES, change, clean, sentence, table
-from tests.lab.test_app import chart, command, numbers
+from tests.lab.driving import APP, PAGES, chart, clean, command, numbers, sentence, table
+from tests.lab.driving import put as change
 from tests.lab.test_export import words
 
-FACTS = (
-    StatedFact(
-        "The river runs past the old", " mill", ("Past the river is the",),
-        (Expected("Paris is the capital of", " France"),), Expected("The old mill and the", " river"), "mill",
-    ),
-    StatedFact("Paris is the capital of", " Japan"),
-    StatedFact("Tokyo is the", " sea"),
-)  # fmt: skip
+FACTS = memory_lab.PERSONA
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ from models.handle import Handle
 from probes import gates
 from probes.gates import GatesConfig
 from tests.lab.conftest import CONTEXT
-from tests.lab.test_app import APP, LINES, LONG, change, chart, clean, command, numbers, sentence, table
+from tests.lab.driving import APP, change, chart, clean, command, numbers, sentence, table
+from tests.lab.test_app import LINES, LONG
 from tests.models import tiny
 
 GATES = str(APP.parent.parent / "pages" / "gates.py")

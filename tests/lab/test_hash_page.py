@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import streamlit as st
 import torch
 from streamlit.testing.v1 import AppTest
-from transformers import PreTrainedTokenizerFast
 
-from lab import card, hash_steps, runner
+from lab import hash_steps, runner
 from models import loading, ngrams
 from models.canonical import canonical_map
 from models.errors import LabError
 from models.handle import open_model
 from models.memory import memories, read_memory
-from tests.lab import memory_lab
-from tests.lab.memory_lab import change, clean, sentence, table
+from tests.lab.driving import clean, open_page, sentence, table
+from tests.lab.driving import put as change
 
 PUBLISHED = "mixes 549 and 174; rows 44, 34, 67, 65"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, shipped: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
-    return memory_lab.make(tmp_path_factory.mktemp("lab"), shipped, tokenizer)
-
-
 @pytest.fixture(autouse=True)
-def lab(models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(loading, "SHIPPED", models)
-    monkeypatch.setattr(card, "MODELS", models)
-    yield
-    st.cache_resource.clear()
+def lab(lab_with_memories: Path) -> None:
+    """Two memory layers, and another Engram beside the dense twin."""
 
 
 @pytest.fixture
 def page() -> AppTest:
-    return clean(memory_lab.open_page("hash"))
+    return clean(open_page("hash"))
 
 
 def outcomes(at: AppTest) -> list[str]:
@@ -172,7 +161,7 @@ def test_without_a_memory_the_example_still_works(page: AppTest) -> None:
 def test_without_any_model_the_example_still_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "list_models", lambda: [])
     monkeypatch.setattr(loading, "SHIPPED", tmp_path)
-    at = memory_lab.open_page("hash")
+    at = open_page("hash")
     assert "No model is chosen" in sentence(at) and PUBLISHED in outcomes(at)[-1]
 
 

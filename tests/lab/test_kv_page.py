@@ -29,7 +29,7 @@ from probes.kv_reasoning import ReasoningConfig
 from probes.kv_scenario import Scenario
 from probes.kv_set import SetConfig
 from probes.kv_swap import SwapConfig
-from tests.lab.test_app import APP, change, chart, clean, command, numbers, sentence, table
+from tests.lab.driving import APP, change, chart, clean, command, numbers, sentence, table
 from tests.lab.test_export import words
 from tests.probes.kv_tiny import RIVER, right
 

@@ -6,49 +6,39 @@ import csv
 import io
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import streamlit as st
 from streamlit.testing.v1 import AppTest
-from transformers import PreTrainedTokenizerFast
 
-from lab import card, export, labels, rows_figures, runner, texts
+from lab import export, labels, rows_figures, runner, texts
 from lab.fronts import arguments
 from lab.fronts import rows as front
-from models import loading, row_counts
+from models import row_counts
 from models.errors import LabError
 from models.handle import Handle, open_model
 from models.ngrams import packed
 from probes import rows
 from probes.base import Report
 from probes.rows import RowsConfig
-from tests.lab import memory_lab
-from tests.lab.memory_lab import change, clean, sentence, table
+from tests.lab.driving import chart, clean, command, open_page, sentence, table
+from tests.lab.driving import put as change
 
 PROMPT = "The river runs past the <old> mill, $5 and $6"
 SOME = 12  # texts, as many as a test needs
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, shipped: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
-    return memory_lab.make(tmp_path_factory.mktemp("lab"), shipped, tokenizer)
-
-
 @pytest.fixture(autouse=True)
-def lab(models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(loading, "SHIPPED", models)
-    monkeypatch.setattr(card, "MODELS", models)
-    yield
-    st.cache_resource.clear()
+def lab(lab_with_memories: Path) -> None:
+    """Two memory layers, and another Engram beside the dense twin."""
 
 
 @pytest.fixture
 def page() -> AppTest:
-    at = memory_lab.open_page("rows")
+    at = open_page("rows")
     return clean(change(at, "number_input", "texts", SOME))
 
 
@@ -67,15 +57,6 @@ def report(handle: Handle) -> Report:
     return rows.run([handle], config())
 
 
-def chart(at: AppTest, key: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(at.get_by_key(key).proto.spec)
-    return found
-
-
-def command(at: AppTest) -> str:
-    return str(at.code[0].value)
-
-
 def test_the_table_is_the_probes(page: AppTest, handle: Handle) -> None:
     prompt = page.text_area(key="prompt").value
     result = rows.run([handle], config(prompts=(prompt,), layer=0)).result
@@ -88,12 +69,12 @@ def test_the_table_is_the_probes(page: AppTest, handle: Handle) -> None:
     assert f"gate **{result.gate:.3f}**" in " ".join(m.value for m in page.markdown)
 
 
-def test_training_hits_are_shown_where_they_ship(models: Path, handle: Handle) -> None:
+def test_training_hits_are_shown_where_they_ship(lab_with_memories: Path, handle: Handle) -> None:
     counts = row_counts.count(handle, packed(handle, texts.held_out()[:50]), ("our sentences",))
-    file = models.parent / "row_hits" / "engram-mini.safetensors"
+    file = lab_with_memories.parent / "row_hits" / "engram-mini.safetensors"
     counts.save(file)
     try:
-        at = memory_lab.open_page("rows")
+        at = open_page("rows")
         shown = clean(change(at, "number_input", "texts", 50))
         assert not shown.info
         hits = table(shown, "row norm")

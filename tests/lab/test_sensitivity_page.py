@@ -21,7 +21,7 @@ from models.errors import DataError
 from models.handle import Handle
 from probes import sensitivity
 from probes.sensitivity import Item, SensitivityConfig, TextSet
-from tests.lab.test_app import APP, change, chart, clean, command, numbers, sentence, table
+from tests.lab.driving import APP, change, chart, clean, command, numbers, sentence, table
 from tests.lab.test_export import words
 
 PAGE = str(APP.parent.parent / "pages" / "sensitivity.py")

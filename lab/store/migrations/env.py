@@ -1,0 +1,9 @@
+"""What Alembic runs: the revisions, in the transaction that lab.store.engine has begun."""
+
+from alembic import context
+
+from lab.store.schema import Base
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata)
+with context.begin_transaction():
+    context.run_migrations()

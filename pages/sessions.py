@@ -1,0 +1,27 @@
+"""Kept runs: find them, see them, put every page back as it was, compare and share them."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from lab import sessions_compare, sessions_page
+
+
+def main() -> None:
+    """The list, the chosen session, the comparison."""
+    st.title("Sessions")
+    st.markdown(
+        "Runs that were kept, with all it takes to see them again and to compute them again. Opening one puts its page "
+        "back as it was, widgets and results."
+    )
+    sessions_page.importer()
+    sessions_page.the_undo()
+    found = sessions_page.search()
+    chosen = sessions_page.the_list(found)
+    sessions_page.the_bin()
+    if chosen is not None:
+        sessions_page.the_session(chosen)
+        sessions_compare.comparison(chosen)
+
+
+main()
