@@ -28,7 +28,7 @@ def keep(report: Report, attachments: Callable[[], Mapping[str, bytes]] | None =
 
 def _form(report: Report, attachments: Callable[[], Mapping[str, bytes]] | None) -> None:
     """Name, note and tags of the session that the run goes to."""
-    names = reopened.names()
+    names = reopened.store().names()
     suggested = st.session_state.get("keep_last") or f"Session of {date.today():%d %B %Y}"
     typed = st.session_state.get("keep_session") or suggested
     options = list(dict.fromkeys([suggested, typed, *names]))

@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import export, keeping, labels, reopened, texts
+from lab import export, keeping, labels, reference_entry, reopened, texts
 from models.errors import DataError
 from models.handle import Handle
 from probes.base import Report
@@ -213,7 +213,7 @@ def resampling() -> tuple[int, int]:
 def how(report: Report, formula: str, meaning: str) -> None:
     """The formula and the protocol, folded away under a chart."""
     with st.expander("How this is computed, and with what"):
-        st.latex(formula)
+        st.latex(reference_entry.rows(formula))
         st.markdown(meaning)
         protocol = report.protocol.to_dict()
         st.dataframe(pd.DataFrame(protocol["models"]), hide_index=True)

@@ -22,6 +22,11 @@ ROME = arxiv("2202.05262", "Meng et al. 2022, ROME")
 LORA = arxiv("2106.09685", "Hu et al. 2021, LoRA")
 
 
+def rows(formula: str) -> str:
+    r"""A formula with each statement, parted by \qquad, in a row of its own; in one they are wider than a page."""
+    return r"\begin{gathered} " + r" \\[6pt] ".join(formula.split(r"\qquad")) + r" \end{gathered}"
+
+
 @dataclass(frozen=True)
 class Entry:
     """One probe.

@@ -15,7 +15,7 @@ from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from lab import labels
 from lab.fronts import settled
-from lab.views import View, is_plain
+from lab.views import View, may_be_set
 from models.errors import LabError
 from probes.base import Record, Report
 
@@ -76,11 +76,6 @@ def state() -> State:
     return found
 
 
-def names() -> list[str]:
-    """The sessions there are, newest first."""
-    return [session.name for session in store().sessions()]
-
-
 def request(probe: str, config: Record) -> str:
     """One text for one request, whatever the model behind a name is."""
     return json.dumps([probe, config.to_dict()], sort_keys=True)
@@ -131,7 +126,7 @@ def capture() -> View:
                 continue
             value = st.session_state[key]
             value = list(value) if isinstance(value, tuple) else value
-            if is_plain(value):
+            if may_be_set(key, value):
                 widgets[str(key)] = value
     return View(state().page, widgets, dict(state().files))
 
@@ -196,7 +191,6 @@ def report(probe: str, config: Record, opened: Sequence[Handle]) -> Report | Non
     found = state().pinned.get(key)
     if found is None:
         return None
-    left, right = st.columns([5, 1], vertical_alignment="center")
     when = f"{found.run.created:%d %b %Y, %H:%M} UTC"
     told = f"Shown as it was kept in “{found.session}” on {when}; nothing was computed."
     changed = [
@@ -206,8 +200,9 @@ def report(probe: str, config: Record, opened: Sequence[Handle]) -> Report | Non
     ]
     if changed:
         told += f" The weights of {' and '.join(dict.fromkeys(changed))} have changed since."
-    (left.warning if changed else left.info)(labels.markdown(told), icon=":material/bookmark:")
-    right.button("Compute anew", key=f"anew_{found.run.id}", on_click=forget, args=(key,), width="stretch")
+    with st.container(horizontal=True, vertical_alignment="center"):
+        (st.warning if changed else st.info)(labels.markdown(told), icon=":material/bookmark:", width="stretch")
+        st.button("Compute anew", key=f"anew_{found.run.id}", on_click=forget, args=(key,), width=150)
     return found.report
 
 

@@ -29,11 +29,10 @@ from probes.logit_lens import LensConfig
 NOTHING = "nothing"  # the choice of no comparison model
 KEPT_RESULTS = 24
 QUIET_SECONDS = 0.4  # what is done sooner shows no progress bar
-TIDY_SECONDS = 5.0
+TIDY_SECONDS, IDLE_SECONDS = 5.0, 1.0
 
 # Of the thread that runs a script: `held`, the models that it has leased, by name; `turns`, how many it has taken.
 _own = threading.local()
-_tidied = 0.0
 
 
 def mode() -> theme.Mode:
@@ -84,20 +83,48 @@ def script() -> Iterator[None]:
     """One run of the app's script: the models that it uses stay open until the block ends."""
     held: dict[str, Handle] = {}
     _own.held, _own.turns = held, 0
+    _tidying.begin()
     try:
         yield
     finally:
         _own.held = None
         open_models_here().release(list(held.values()))
-        _tidy()
+        _tidying.end()
 
 
-def _tidy() -> None:
-    """Now and then hand back the memory that runs have left behind."""
-    global _tidied
-    if time.monotonic() - _tidied > TIDY_SECONDS:
-        _tidied = time.monotonic()
-        shortage.trim()
+class _Tidying:
+    """Hands back the memory that runs have left behind: now and then, and all of it once nobody is at work."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._last = 0.0
+        self._timer: threading.Timer | None = None
+
+    def begin(self) -> None:
+        with self._lock:
+            self._running += 1
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def end(self) -> None:
+        with self._lock:
+            self._running -= 1
+            if not self._running:
+                self._timer = threading.Timer(IDLE_SECONDS, self._idle)
+                self._timer.daemon = True
+                self._timer.start()
+            due = time.monotonic() - self._last > TIDY_SECONDS
+            self._last = time.monotonic() if due else self._last
+        if due:
+            shortage.trim()
+
+    def _idle(self) -> None:
+        if not self._running:  # looking for cycles holds everybody up for a moment
+            shortage.free_memory()
+
+
+_tidying = _Tidying()
 
 
 def handle(name: str) -> Handle:

@@ -99,12 +99,12 @@ def the_list(found: Sequence[SessionInfo]) -> SessionInfo | None:
             st.markdown(f":small[{summary(session)}]")
     if len(found) > many:
         more = min(SHOWN, len(found) - many)
-        st.button(f"Show {more} more of {len(found)}", key="more", on_click=_more, args=(many,))
+        st.button(f"Show {more} more of {len(found)}", key="more", on_click=_more, args=("many", many))
     return next((session for session in found if session.id == chosen), None)
 
 
-def _more(many: int) -> None:
-    st.session_state["many"] = many + SHOWN
+def _more(what: str, many: int) -> None:
+    st.session_state[what] = many + SHOWN
 
 
 # --- One session -----------------------------------------------------------------------------------------------------
@@ -146,8 +146,13 @@ def the_session(session: SessionInfo) -> None:
             icon=":material/html:", help="One page with the interactive figures, which opens without a server.",
         )  # fmt: skip
         st.button("Delete", key="delete", icon=":material/delete:", on_click=_delete, args=(session,))
-    for n, run in enumerate(session.runs, 1):
+    many = int(st.session_state.get("many_runs", SHOWN))
+    for n, run in enumerate(session.runs[:many], 1):
         the_run(session, n, run)
+    if len(session.runs) > many:
+        left = len(session.runs) - many
+        st.button(f"Show {min(SHOWN, left)} more of {len(session.runs)} runs", key="more_runs", on_click=_more,
+                  args=("many_runs", many))  # fmt: skip
     if not session.runs:
         st.info("It has no runs left.")
 
@@ -203,7 +208,7 @@ def edit(session: SessionInfo) -> None:
 
 
 def _duplicate(session: SessionInfo) -> None:
-    taken = {known.name for known in reopened.store().sessions()}
+    taken = set(reopened.store().names())
     name = next(name for n in range(2, 10**6) if (name := f"{session.name[:110]} ({n})") not in taken)
     choose(reopened.store().duplicate(session.id, name).id)
 

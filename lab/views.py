@@ -49,11 +49,16 @@ class View:
         if not isinstance(widgets, dict) or len(widgets) > MOST_WIDGETS:
             raise DataError(f"A view of {page} holds no widgets, or more than {MOST_WIDGETS}.")
         for key, value in widgets.items():
-            if not _is_key(key) or key.startswith(_RESERVED) or not is_plain(value):
+            if not may_be_set(key, value):
                 raise DataError(f"A view of {page} holds a widget whose value is none.")
         if not isinstance(files, dict) or len(files) > MOST_FILES:
             raise DataError(f"A view of {page} holds no files, or more than {MOST_FILES}.")
         return cls(page, dict(widgets), {key: _file(page, key, value) for key, value in files.items()})
+
+
+def may_be_set(key: object, value: Any) -> bool:
+    """Whether a view may hold this widget: its key is one of a page's widgets, its value plain."""
+    return _is_key(key) and not str(key).startswith(_RESERVED) and is_plain(value)
 
 
 def is_plain(value: Any) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from lab import page, reference
+from lab import page, reference, reference_entry
 from lab.reference import ENTRIES
 
 
@@ -39,7 +39,7 @@ def the_formula(probe: str) -> None:
     """The formula as under the charts, its symbols, and what each figure of a result is."""
     entry = ENTRIES[probe]
     st.subheader("Formula")
-    st.latex(entry.formula)
+    st.latex(reference_entry.rows(entry.formula))
     rows = [f"| ${symbol}$ | {what} | {unit} |" for symbol, what, unit in entry.symbols]
     st.markdown("\n".join(["| symbol | what it is | unit or range |", "| --- | --- | --- |", *rows]))
     if entry.meaning:

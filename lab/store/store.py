@@ -127,6 +127,12 @@ class Store:
         with engine.read(self._database) as connection:
             return session_infos(connection, conditions, self._view)
 
+    def names(self) -> list[str]:
+        """The names of the sessions, last changed first."""
+        wanted = select(SessionRow.name).where(SessionRow.deleted.is_(None))
+        with engine.read(self._database) as connection:
+            return list(connection.execute(wanted.order_by(SessionRow.updated.desc(), SessionRow.id)).scalars())
+
     def session(self, name_or_id: str) -> SessionInfo:
         """One session; by its id also from the bin."""
         with engine.read(self._database) as connection:

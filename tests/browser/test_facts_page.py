@@ -14,6 +14,7 @@ from playwright.sync_api import Page, expect
 from lab import facts_files, texts
 from models.handle import Handle, open_model
 from probes import fact_check
+from probes.fact_addresses import address_groups
 from probes.fact_check import CheckConfig
 from probes.fact_sets import Writing
 from tests.browser.plots import drawn, settled
@@ -50,7 +51,8 @@ def test_a_typed_fact_is_written_checked_and_undone(page: Page, address: str, ha
     settled(page)
     write.click()
 
-    known = facts_files.persona()[:10]
+    persona = facts_files.persona()  # the page begins with those that have addresses of their own
+    known = [persona[group[0]] for group in address_groups(handle, handle.engram_layers[-1], persona)][:10]
     typed = dataclasses.replace(known[0], answer=" Rome", composition=None)
     config = CheckConfig(("engram-mini",), (typed, *known[1:]), Writing("maya", 6), texts.held_out()[:40])
     result = fact_check.run([handle], config).result

@@ -30,7 +30,7 @@ def keep(page: Page) -> None:
     name = page.get_by_role("combobox", name=re.compile("Session")).last
     name.fill(NAME)
     name.press("Enter")
-    note = page.get_by_label("Note (Markdown)")
+    note = page.get_by_role("textbox", name="Note (Markdown)")
     note.fill("Two prompts, **one** lens.")
     note.press("Control+Enter")
     settled(page)
@@ -105,3 +105,15 @@ def test_tour(page: Page, address: str, tmp_path: Path) -> None:
     )
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert replayed.stdout.count("identical") >= 2, replayed.stdout
+
+
+def test_start_page_opens_an_example_on_its_pages(page: Page, address: str) -> None:
+    page.goto(address, wait_until="commit")
+    expect(page.get_by_role("heading", name="Experiments to open")).to_be_visible()
+    settled(page)
+    page.locator('[class*="st-key-open_when"] button:visible').click()
+    expect(page.get_by_role("heading", name="When does it know?", exact=True)).to_be_visible()
+    settled(page)
+    page.locator('[class*="st-key-open_session"] button:visible').click()
+    expect(page.get_by_text("nothing was computed").first).to_be_visible()
+    assert drawn(page, "How alike the layers are")

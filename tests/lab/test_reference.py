@@ -15,6 +15,7 @@ from lab import facts_page, reference
 from lab.cli import build_parser
 from lab.fronts import front
 from lab.reference import ENTRIES
+from lab.reference_entry import rows
 from models.handle import open_model
 from probes import PROBES
 from tests.lab import memory_lab
@@ -107,7 +108,7 @@ def explained(at: AppTest, probe: str) -> None:
 
 
 def same_latex(shown: str, formula: str) -> bool:
-    return shown.strip().strip("$").strip() == formula.strip()
+    return shown.strip().strip("$").strip() == rows(formula)
 
 
 # Where a probe's page shows it: the rest of the link, and the button that has to be pressed.

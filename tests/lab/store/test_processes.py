@@ -25,7 +25,7 @@ from probes.base import Report
 from tests.lab.store import made_probe, writers
 
 FULL = os.environ.get("ENGRAM_LAB_FULL") == "1"
-KILLS, OPENING_KILLS = (300, 60) if FULL else (12, 4)
+KILLS, OPENING_KILLS = (300, 60) if FULL else (8, 3)
 MOST = 10_000  # seeds of a killed process's session; none gets that far
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL and the fork server are POSIX")

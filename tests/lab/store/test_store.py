@@ -122,7 +122,9 @@ def test_the_last_changed_comes_first(store: Store, made: Report) -> None:
         store.save(made, name)
     assert [session.name for session in store.sessions()] == ["c", "b", "a"]
     store.annotate("a", note="x")
-    assert [session.name for session in store.sessions()] == ["a", "c", "b"]
+    assert [session.name for session in store.sessions()] == ["a", "c", "b"] == store.names()
+    store.delete("c")
+    assert store.names() == ["a", "b"]
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "a\0", "a" * 121, "a\u2028b", "\ud800"])

@@ -13,11 +13,16 @@ from probes import PROBES
 from tests.lab.store import made_probe
 
 VIEW = {"page": "lens", "widgets": {"a": 1}, "files": {}}
-PROBES[made_probe.NAME] = made_probe.__name__
+
+
+def know() -> None:
+    """Let the lab of this process know the tests' probe."""
+    PROBES[made_probe.NAME] = made_probe.__name__
 
 
 def keep(url: str, folder: Path, sessions: Sequence[str], seeds: range, told: Any, go: Any = None) -> None:
     """Save a run for each seed to each session in turn, its own attachment beside it, and tell each that is kept."""
+    know()
     if go is not None:
         go.wait()
     store = open_store(url, folder)
@@ -32,6 +37,7 @@ def in_trouble(trouble: str, url: str, said: Any) -> None:
     """What the store says to a process that cannot write, at most ten sentences; what it did not say is an error."""
     import resource  # there is none on Windows
 
+    know()
     if trouble == "full disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     elif os.getuid() == 0:
