@@ -219,7 +219,8 @@ def run(probe: str, config: Any) -> Report | None:
     """
     opened = handles(config.models)
     key = request_key(probe, config, opened)
-    report = reopened.report(probe, config, opened) or results().get(key) or _run(key, probe, config, opened)
+    with st.container():  # whatever is said in it, what is below stays where it is: an open form would close
+        report = reopened.report(probe, config, opened) or results().get(key) or _run(key, probe, config, opened)
     return None if report is None else reopened.used(report)
 
 

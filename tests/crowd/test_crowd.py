@@ -227,7 +227,7 @@ def test_many_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
     for seen, word in zip(together, WORDS, strict=True):
         assert word.encode() in seen.received.lower(), "the test looks for words that nobody gets"
     if FULL:
-        assert abs(resident.at["end"] / resident.at["settled"] - 1) < 0.01, resident.curve
+        assert resident.at["end"] < 1.01 * resident.at["settled"], resident.curve
 
 
 @pytest.fixture(scope="module")

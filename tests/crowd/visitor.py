@@ -195,6 +195,7 @@ class Visitor:
     def errors(self) -> list[str]:
         """What went wrong, as the page says it."""
         bad = [own.body for own in self.elements("alert") if own.format == own.ERROR]
+        bad += [own.code_text for own in self.elements("code") if "Traceback" in own.code_text]
         return bad + [own.message for own in self.elements("exception")]
 
     def page(self) -> list[bytes]:

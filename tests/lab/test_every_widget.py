@@ -71,7 +71,7 @@ LEADING = ("mode", "experiment", "facts_view")
 # On all views of a page, and tried in its first one. A key that ends in "." is a beginning, here and below.
 ONCE = (
     "model", "against", "kind", "scenario", "template.", "old.", "new.", "answer_old.", "answer_new.", "chat.", "split",
-    "kv_file", "new_prompt", "facts_user", "facts_new_user", "facts_file.", "keep_session", "keep_note.", "keep_tags.",
+    "kv_file", "new_prompt", "facts_user", "facts_new_user", "facts_file.", "keep_session", "keep_note", "keep_tags",
 )  # fmt: skip
 # Each hides what the next one would find.
 PUT_BACK = ("find", "probe", "by", "tag")
@@ -100,8 +100,8 @@ FILES: dict[str, tuple[str, bytes]] = {
 # A widget that may change nothing by itself -> why; "page:key" is for one page, or one view of it.
 NOTHING_YET = {
     "keep_session": "where a run will be kept; the button keeps it",
-    "keep_note.": "what will be kept with it; the button keeps it",
-    "keep_tags.": "what will be kept with it; the button keeps it",
+    "keep_note": "what will be kept with it; the button keeps it",
+    "keep_tags": "what will be kept with it; the button keeps it",
     "facts_undo": "the button beside it takes this fact out",
     "edit_name.": "the button beside it saves it",
     "edit_note.": "the button beside it saves it",

@@ -55,12 +55,12 @@ def kept_lens(name: str = "Mill", prompt: str = PROMPT) -> AppTest:
 
 
 def keep(at: AppTest, name: str) -> AppTest:
-    for kind, key, value in (("selectbox", "keep_session", name), ("multiselect", f"keep_tags.{name}", ["mills"])):
+    for kind, key, value in (("selectbox", "keep_session", name), ("multiselect", "keep_tags", ["mills"])):
         box = getattr(at, kind)(key=key)
         box.options.extend([name, "mills"])  # AppTest cannot type a new option
         box.set_value(value)
         clean(at.run())
-    at.text_area(key=f"keep_note.{name}").set_value("**Look** at ![x](http://a.example/p.png)")
+    at.text_area(key="keep_note").set_value("**Look** at ![x](http://a.example/p.png)")
     at.button(key="keep_go").click()
     return clean(at.run())
 
