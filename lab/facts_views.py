@@ -148,7 +148,7 @@ def a_prompt(handle: Handle, user: User, own: Written) -> None:
         whose = right.selectbox("Read by", names, index=names.index(user.name), key="facts_whose")
     stack = Stack(tuple(written.values())) if whose == STACKED else Stack((written[whose],))
     ids = handle.encode(prompt)
-    with runner.turn([handle]):
+    with runner.turn([handle], "the prompt before and after"):
         before, after = read_memory(handle, [ids]), read_memory(handle, [ids], Edit(overlays=prepare(handle, stack)))
         reads = facts_page.edited(handle, stack, ids).tolist()
     same = (before.logits == after.logits).all(-1)[0]

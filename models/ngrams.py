@@ -283,7 +283,8 @@ class HashSteps:
 def hash_steps(hash_: NgramHash, lookback: Tensor) -> HashSteps:
     """The steps for a lookback [pos, back] on the CPU."""
     constants = {name: torch.from_numpy(value) for name, value in hash_.constants().items()}
-    rows = hash_(lookback[None].to(hash_.primes.device))[0].cpu()
+    # Not called as a module: a trace of the model, in another thread, would take it for a part of its own forward.
+    rows = NgramHash.forward(hash_, lookback[None].to(hash_.primes.device))[0].cpu()
     shape = (-1, hash_.n_heads)
     return HashSteps(
         terms=lookback * constants["multipliers"],

@@ -8,7 +8,7 @@ import streamlit as st
 import torch
 from torch import Tensor
 
-from lab import hash_steps, labels, memory_page, page
+from lab import hash_steps, labels, memory_page, page, runner
 from models import ngrams
 from models.errors import LabError
 from models.hashing import NgramHash
@@ -35,7 +35,8 @@ def own_hash(prompt: str) -> None:
     place = memory_page.choose_place(prompt)
     handle, name_of = place.handle, page.namer(place.handle)
     config = handle.model.config
-    lookback = ngrams.lookbacks(handle, torch.tensor([place.ids]))[0]
+    with runner.turn([handle], "the hash of this prompt"):
+        lookback = ngrams.lookbacks(handle, torch.tensor([place.ids]))[0]
     names = ngrams.canonical_texts(handle, lookback.flatten().tolist())
     canonical_map = ngrams.engram_model(handle).canonical_ids.cpu().numpy()
     memory = memories(handle)[handle.engram_layers.index(place.layer)]

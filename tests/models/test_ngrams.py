@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +20,7 @@ from models.engram import EngramConfig, EngramForCausalLM
 from models.errors import LabError
 from models.handle import Handle, open_model
 from models.hashing import NgramHash, shift_right
-from models.memory import memories
+from models.memory import memories, read_memory
 from models.ngrams import NgramCounter, Ngrams
 from tests.models import tiny
 from tests.models.plain_engram import build, record
@@ -221,3 +222,27 @@ def test_case_and_spaces_address_the_same_rows_on_shipped_weights() -> None:
     for memory in memories(handle):
         heads = memory.hash.n_heads
         assert torch.equal(memory.hash(one)[..., -1, :heads], memory.hash(other)[..., -1, :heads])
+
+
+def test_hash_steps_leave_a_trace_in_another_thread_alone() -> None:
+    """Called as a module, the hash was taken for a part of the forward that another thread traces at the moment."""
+    tokenizer = tiny.byte_level()
+    own = Handle(tiny.engram(tokenizer), tokenizer, "tiny")
+    ids = [list(own.encode("the river runs"))]
+    (memory,) = memories(own)
+    lookback = ngrams.lookbacks(own, torch.tensor(ids))[0]
+    expected = read_memory(own, ids).logits
+    ended = threading.Event()
+
+    def hash_on() -> None:
+        while not ended.is_set():
+            ngrams.hash_steps(memory.hash, lookback)
+
+    beside = threading.Thread(target=hash_on)
+    beside.start()
+    try:
+        for _ in range(60):
+            assert torch.equal(read_memory(own, ids).logits, expected)
+    finally:
+        ended.set()
+        beside.join()
