@@ -16,6 +16,7 @@ from lab.theme import PALETTES
 from models.handle import Handle
 from probes import logit_lens
 from probes.logit_lens import LensConfig
+from tests.full import FULL
 from tests.models import tiny
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
@@ -62,7 +63,9 @@ def draw_all(page: Page) -> int:
     return boxes.count()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 1400), ("light", 800), ("dark", 800)])
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1400), ("dark", 800), *([("dark", 1400), ("light", 800)] if FULL else [])]
+)
 def test_drawn_silent_and_alone(browser: Browser, page_of_a_session: Path, scheme: Any, width: int) -> None:
     page = browser.new_page(viewport={"width": width, "height": 1000}, color_scheme=scheme)
     page.set_default_timeout(240_000)

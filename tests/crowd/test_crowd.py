@@ -1,12 +1,11 @@
 """Many people at one lab, over real websockets: every page is byte for byte what it is for one alone.
 
-ENGRAM_LAB_FULL=1 runs all 200 requests and watches the memory; without it there are 32.
+ENGRAM_LAB_FULL=1 runs all 200 requests and watches the memory; without it there are 24.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 import time
@@ -20,12 +19,12 @@ import pytest
 
 from lab import texts
 from tests.crowd.visitor import PATIENCE, Visitor, serving
+from tests.full import FULL
 
 pytestmark = pytest.mark.timeout(3600)
 
-FULL = os.environ.get("ENGRAM_LAB_FULL") == "1"
 PEOPLE = 8
-EACH = 25 if FULL else 4  # requests
+EACH = 25 if FULL else 3  # requests
 SETTLED = 7  # requests of each before the memory is looked at: 56 in all
 FORGOTTEN = 125.0  # seconds until a session whose socket was closed is gone
 # A word that only one of them types, and nobody else may ever receive.

@@ -35,6 +35,7 @@ from models.handle import open_model
 from probes import logit_lens, rows
 from probes.logit_lens import LensConfig
 from probes.rows import RowsConfig
+from tests.full import FULL
 from tests.lab import memory_lab
 from tests.lab.driving import PAGES, clean, open_page
 from tests.probes.kv_tiny import RIVER, right
@@ -61,7 +62,8 @@ LINKS: dict[str, tuple[str, dict[str, str | list[str]]]] = {
     "kv, compose": ("kv", {"experiment": "Compose", "decide": "", "lengths": ["16"], "again": ["0", "2"]}),
     **{
         f"facts, {name.lower()}": ("facts", {"facts_view": name, "facts_texts": "3", "facts_unrelated": "3"})
-        for name in ("Write and check", "Density", "Layers", "Alternatives")
+        # Each change of the alternatives trains a LoRA anew.
+        for name in ("Write and check", "Density", "Layers", *(["Alternatives"] if FULL else []))
     },
 }  # fmt: skip
 PRESSED = ("write", "facts_run")  # buttons without which a page shows no result yet

@@ -22,9 +22,9 @@ import pytest
 
 from lab.store import Store, open_store
 from probes.base import Report
+from tests.full import FULL
 from tests.lab.store import made_probe, writers
 
-FULL = os.environ.get("ENGRAM_LAB_FULL") == "1"
 KILLS, OPENING_KILLS = (300, 60) if FULL else (8, 3)
 MOST = 10_000  # seeds of a killed process's session; none gets that far
 
