@@ -9,9 +9,12 @@ from typing import Any, Literal
 from playwright.sync_api import Page
 
 from lab.theme import PALETTES
+from tests.full import FULL
 
 # A busy machine draws slowly; what is slow on an idle one is measured elsewhere.
 PATIENCE_MS = 240_000
+# How every page is looked at, (scheme, width); the main path of each runs in light at 1400 px.
+LOOKS = [("dark", 800), *([("dark", 1400), ("light", 800)] if FULL else [])]
 
 READ = """title => {
   const found = [...document.querySelectorAll('.js-plotly-plot')].find(

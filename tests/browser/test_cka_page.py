@@ -18,7 +18,7 @@ from probes.base import Report
 from probes.cka import CKAConfig, looks_like
 from probes.logit_lens import LensConfig
 from probes.points import read_sentences, take
-from tests.browser.plots import drawn, redrawn, settled
+from tests.browser.plots import LOOKS, drawn, redrawn, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -90,7 +90,7 @@ def test_a_file_with_entities(page: Page, address: str, reports: tuple[Report, R
     expect(page.get_by_text("4 points of 2 sentences").first).to_be_visible()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("dark", 1400), ("light", 800)])
+@pytest.mark.parametrize(("scheme", "width"), LOOKS)
 def test_dark_and_narrow(page: Page, address: str, scheme: Any, width: int) -> None:
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 900})

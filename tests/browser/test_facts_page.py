@@ -17,7 +17,7 @@ from probes import fact_check
 from probes.fact_addresses import address_groups
 from probes.fact_check import CheckConfig
 from probes.fact_sets import Writing
-from tests.browser.plots import drawn, settled
+from tests.browser.plots import LOOKS, drawn, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -82,7 +82,7 @@ def test_a_typed_fact_is_written_checked_and_undone(page: Page, address: str, ha
     expect(page.locator(".js-plotly-plot")).to_have_count(0)
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("dark", 1400), ("light", 800)])
+@pytest.mark.parametrize(("scheme", "width"), LOOKS)
 def test_dark_and_narrow(page: Page, address: str, scheme: Any, width: int) -> None:
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 900})

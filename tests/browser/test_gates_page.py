@@ -16,7 +16,7 @@ from models.handle import open_model
 from probes import gates
 from probes.base import Report
 from probes.gates import GatesConfig
-from tests.browser.plots import drawn, redrawn, settled, type_prompt
+from tests.browser.plots import LOOKS, drawn, redrawn, settled, type_prompt
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -101,7 +101,7 @@ def test_knock_outs_and_a_click_on_the_map(page: Page, address: str, report: Rep
     )
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("dark", 1400), ("light", 800)])
+@pytest.mark.parametrize(("scheme", "width"), LOOKS)
 def test_dark_and_narrow(page: Page, address: str, scheme: Any, width: int) -> None:
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 900})

@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 
 from models.handle import open_model
 from models.memory import read_memory
-from tests.browser.plots import fits, in_mode, settled, type_prompt
+from tests.browser.plots import LOOKS, fits, in_mode, settled, type_prompt
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -45,7 +45,7 @@ def test_a_model_without_a_memory_keeps_the_example(page: Page, address: str) ->
     expect(page.get_by_text("mixes 549 and 174; rows 44, 34, 67, 65")).to_be_visible()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("dark", 1400), ("light", 800)])
+@pytest.mark.parametrize(("scheme", "width"), LOOKS)
 def test_dark_and_narrow(page: Page, address: str, scheme: Literal["light", "dark"], width: int) -> None:
     in_mode(page, scheme, width)
     page.goto(f"{address}/hash", wait_until="commit")

@@ -16,7 +16,7 @@ from models.handle import Handle, open_model
 from probes import kv_map, kv_swap
 from probes.kv_map import MapConfig
 from probes.kv_swap import SwapConfig
-from tests.browser.plots import drawn, redrawn, settled
+from tests.browser.plots import LOOKS, drawn, redrawn, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -89,7 +89,7 @@ def test_a_link_reopens_and_a_click_inspects(page: Page, address: str, handle: H
     assert parse_qs(urlparse(page.url).query)["kv_pos"] == [str(position)]
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("dark", 1400), ("light", 800)])
+@pytest.mark.parametrize(("scheme", "width"), LOOKS)
 def test_dark_and_narrow(page: Page, address: str, scheme: Any, width: int) -> None:
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 900})

@@ -16,7 +16,7 @@ from models.handle import open_model
 from probes import logit_lens
 from probes.base import Report
 from probes.logit_lens import LensConfig
-from tests.browser.plots import drawn, redrawn, settled, type_prompt
+from tests.browser.plots import LOOKS, drawn, redrawn, settled, type_prompt
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -80,7 +80,7 @@ def test_link_reopens_and_a_click_inspects(page: Page, address: str, report: Rep
     assert parse_qs(urlparse(page.url).query)["pos"] == ["3"]
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("dark", 1400), ("light", 800)])
+@pytest.mark.parametrize(("scheme", "width"), LOOKS)
 def test_dark_and_narrow(page: Page, address: str, scheme: Any, width: int) -> None:
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 900})

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from lab.reference import ENTRIES
-from tests.browser.plots import fits, in_mode, settled
+from tests.browser.plots import LOOKS, fits, in_mode, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -24,7 +24,7 @@ def test_every_formula_is_drawn(page: Page, address: str) -> None:
         assert page.locator("table .katex").count() >= len(entry.symbols), "each symbol of the table is drawn"
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("dark", 1400), ("light", 800)])
+@pytest.mark.parametrize(("scheme", "width"), LOOKS)
 def test_dark_and_narrow(page: Page, address: str, scheme: Literal["light", "dark"], width: int) -> None:
     in_mode(page, scheme, width)
     page.goto(f"{address}/reference?about=facts+check", wait_until="commit")

@@ -14,7 +14,7 @@ from lab.theme import PALETTES
 from models.handle import open_model
 from probes import rows
 from probes.rows import RowsConfig
-from tests.browser.plots import drawn, settled
+from tests.browser.plots import LOOKS, drawn, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -53,7 +53,7 @@ def test_a_measure_is_picked_by_click_and_by_link(page: Page, address: str) -> N
     expect(page.get_by_text("over the training text")).to_be_visible()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("dark", 1400), ("light", 800)])
+@pytest.mark.parametrize(("scheme", "width"), LOOKS)
 @pytest.mark.parametrize("name", ["rows", "hash"])
 def test_dark_and_narrow(page: Page, address: str, scheme: Any, width: int, name: str) -> None:
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")

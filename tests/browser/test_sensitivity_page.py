@@ -13,7 +13,7 @@ from models.handle import open_model
 from probes import sensitivity
 from probes.base import Report
 from probes.sensitivity import SensitivityConfig, TextSet
-from tests.browser.plots import drawn, fits, in_mode, settled
+from tests.browser.plots import LOOKS, drawn, fits, in_mode, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
@@ -58,7 +58,7 @@ def test_files_and_changes_draw_the_probes_figure(page: Page, address: str, repo
         assert np.allclose(traces[name]["x"], report.result.change[s, 1:], atol=1e-4)
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("dark", 1400), ("light", 800)])
+@pytest.mark.parametrize(("scheme", "width"), LOOKS)
 def test_dark_and_narrow(page: Page, address: str, scheme: Literal["light", "dark"], width: int) -> None:
     in_mode(page, scheme, width)
     page.goto(f"{address}/sensitivity", wait_until="commit")
