@@ -92,7 +92,7 @@ if st.button("Test the claim on our held-out sentences", key="open_set", icon=":
 
 if sessions_page.examples():
     st.subheader("Experiments to open")
-    st.markdown("Kept by us, with notes on what to look at. Opening one shows what was kept; each can be computed again.")
+    st.markdown("Kept by us, with notes on what to look at. Opening one shows what was kept; you can compute it again.")
     for column, path in zip(st.columns(len(sessions_page.examples())), sessions_page.examples(), strict=True):
         with column.container(border=True, height="stretch"):
             name, about = sessions_page.example(path)
