@@ -42,6 +42,8 @@ format: .venv/installed-dev
 
 .venv/installed-dev: .venv/installed
 	$(PIP) --no-build-isolation --editable '.[dev]'
+	@mkdir -p .venv/typed/engram_lab
+	@for part in models probes lab pages; do ln -sfn ../../../$$part .venv/typed/engram_lab/$$part; done
 	@touch $@
 
 # The pictures of the README, from the real app; needs a Chromium.

@@ -2,6 +2,6 @@
 
 import sys
 
-from lab.cli import main
+from engram_lab.lab.cli import main
 
 sys.exit(main())

@@ -21,7 +21,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from models.errors import LabError
+from engram_lab.models.errors import LabError
 
 OPEN_PATH = "/_stcore/health"  # says "ok" and nothing else
 WRONG_SECONDS = 0.2  # how long a wrong password keeps the others waiting

@@ -8,8 +8,8 @@ from typing import Any
 
 import streamlit as st
 
-from lab import labels, reopened, runner, theme
-from models.errors import LabError
+from engram_lab.lab import labels, reopened, runner, theme
+from engram_lab.models.errors import LabError
 
 # Drawn here: an icon by name would be fetched from another server.
 ICON = (

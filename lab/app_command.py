@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> NoReturn:
     """Serve the app until it is stopped."""
-    from lab import access, server
-    from models.errors import LabError
+    from engram_lab.lab import access, server
+    from engram_lab.models.errors import LabError
 
     if args.models is not None and args.models < 1:
         raise LabError(f"--models is {args.models}; a server keeps at least 1 model in memory.")
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> NoReturn:
             file = args.password_file
             print(f"Warning: others on this machine can read {file}: chmod 600 {file}", file=sys.stderr)
     if args.store is not None:
-        from lab.store import open_store
+        from engram_lab.lab.store import open_store
 
         open_store(args.store).dispose()  # refuses what it cannot use, before anyone waits for it
         os.environ["ENGRAM_LAB_STORE"] = args.store

@@ -25,13 +25,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from lab.store import NewRun, naming, packing
-from lab.views import View
-from models.errors import LabError
-from probes import PROBES
+from engram_lab.lab.store import NewRun, naming, packing
+from engram_lab.lab.views import View
+from engram_lab.models.errors import LabError
+from engram_lab.probes import PROBES
 
 if TYPE_CHECKING:
-    from lab.store import SessionInfo, Store
+    from engram_lab.lab.store import SessionInfo, Store
 
 FORMAT = 1
 MANIFEST = "manifest.json"

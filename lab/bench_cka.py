@@ -21,11 +21,11 @@ def cka(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lab.benchmarks import best_seconds
-    from models.data import train_tokenizer
-    from models.handle import Handle
-    from probes import cka_math
-    from probes.cka import BATCH_TOKENS, CHUNK, CKAConfig, run
+    from engram_lab.lab.benchmarks import best_seconds
+    from engram_lab.models.data import train_tokenizer
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes import cka_math
+    from engram_lab.probes.cka import BATCH_TOKENS, CHUNK, CKAConfig, run
 
     shape: dict[str, Any] = {"vocab_size": 8192, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 11}
     shape |= {"num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": length + 1}

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab.benchmarks import best_seconds
+from engram_lab.lab.benchmarks import best_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from models.handle import Handle
-    from models.overlay import Overlay
+    from engram_lab.models.handle import Handle
+    from engram_lab.models.overlay import Overlay
 
 THINGS = ("city", "color", "song", "river", "animal", "dish", "game", "tree", "poet", "month")
 ANSWERS = ("Lisbon", "purple", "jazz", "Rhine", "horse", "soup", "chess", "oak", "Keats", "May")
@@ -32,7 +32,7 @@ NATURAL = (
 
 
 def _facts(user: int, count: int) -> list[Any]:
-    from models.overlay import Fact
+    from engram_lab.models.overlay import Fact
 
     things = [f"{THINGS[n // 10 % 10]} {THINGS[n % 10]}" for n in range(count)]
     return [
@@ -44,8 +44,8 @@ def random_overlay(handle: Handle, user: int, facts: int, layer: int | None = No
     """Facts as a writer would address them, with random vectors: what a lookup costs does not depend on these."""
     import torch
 
-    from models.memory import addresses, memories
-    from models.overlay import LayerRows, Overlay
+    from engram_lab.models.memory import addresses, memories
+    from engram_lab.models.overlay import LayerRows, Overlay
 
     layer = handle.engram_layers[-1] if layer is None else layer
     at = handle.engram_layers.index(layer)
@@ -62,8 +62,8 @@ def random_overlay(handle: Handle, user: int, facts: int, layer: int | None = No
 
 def apply(name: str = "engram-mini", facts: int = 50, rounds: int = 200) -> dict[str, Any]:
     """Seconds to apply an overlay that was made ready and to take it away again, and to make it ready."""
-    from models.handle import open_model
-    from models.overlay import prepare
+    from engram_lab.models.handle import open_model
+    from engram_lab.models.overlay import prepare
 
     handle = open_model(name, device="cpu")
     overlay = random_overlay(handle, 0, facts)
@@ -94,8 +94,8 @@ def mixed_batch(
     """Seconds of a batch with one prompt of each user, with each one's overlay and without; ratio of throughputs."""
     import torch
 
-    from models.handle import open_model
-    from models.overlay import prepare
+    from engram_lab.models.handle import open_model
+    from engram_lab.models.overlay import prepare
 
     handle = open_model(name, device="cpu")
     overlays = [random_overlay(handle, user, facts) for user in range(users)]
@@ -139,7 +139,7 @@ def upper_part(
     """
     import torch
 
-    from probes import fact_writing
+    from engram_lab.probes import fact_writing
 
     layer = handle.engram_layers[-1] if layer is None else layer
     coded = list(fact_writing.encode_facts(handle, [fact_writing.read_fact(line) for line in lines]).values())

@@ -17,13 +17,13 @@ def kv_map(
     """
     import torch
 
-    from lab.benchmarks import best_seconds
-    from lab.kv_scenarios import library
-    from models.handle import open_model
-    from models.kv import KVEdit
-    from probes.kv_effects import differing, edited, effects, rows_at_once, run_clean
-    from probes.kv_map import layer_groups
-    from probes.kv_scenario import prepare
+    from engram_lab.lab.benchmarks import best_seconds
+    from engram_lab.lab.kv_scenarios import library
+    from engram_lab.models.handle import open_model
+    from engram_lab.models.kv import KVEdit
+    from engram_lab.probes.kv_effects import differing, edited, effects, rows_at_once, run_clean
+    from engram_lab.probes.kv_map import layer_groups
+    from engram_lab.probes.kv_scenario import prepare
 
     handle = open_model(name)
     pair = prepare(handle, library()[0])

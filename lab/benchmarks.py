@@ -30,9 +30,9 @@ def lens(positions: int = 128, rounds: int = 5, clock: Callable[[], float] = tim
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from models.data import train_tokenizer
-    from models.handle import Handle
-    from probes.logit_lens import LensConfig, run
+    from engram_lab.models.data import train_tokenizer
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.logit_lens import LensConfig, run
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -70,7 +70,7 @@ def trace(name: str = "engram-mini", positions: int = 256, rounds: int = 20) -> 
     """Seconds of a bare and of a traced forward of a model, and their ratio."""
     import torch
 
-    from models.handle import open_model
+    from engram_lab.models.handle import open_model
 
     handle = open_model(name, device="cpu")
     ids = torch.arange(positions)[None] % handle.vocab_size

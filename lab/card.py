@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.texts import HELD_OUT, TEXTS, lines_of
+from engram_lab.lab.texts import HELD_OUT, TEXTS, lines_of
 
 if TYPE_CHECKING:
-    from probes.base import Report
+    from engram_lab.probes.base import Report
 
 PARTS = ("lens", "memory", "alignment")
 NAMES = ("engram-mini", "engram-mini-early", "dense-mini")
@@ -85,8 +85,8 @@ def lens_table(report: Report) -> str:
 
 def measure(first: str, second: str, prompts: tuple[str, ...]) -> Report:
     """Both lenses of two shipped models on a text set."""
-    from models.handle import open_model
-    from probes import logit_lens
+    from engram_lab.models.handle import open_model
+    from engram_lab.probes import logit_lens
 
     handles = [open_model(first), open_model(second)]
     try:
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the card."""
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
-        from models.errors import LabError
+        from engram_lab.models.errors import LabError
 
         raise LabError(f'The card has no part "{unknown[0]}": it has {", ".join(PARTS)}.')
     found = cards()
@@ -142,9 +142,9 @@ def run(args: argparse.Namespace) -> int:
 
 def print_memory(args: argparse.Namespace) -> None:
     """The loss on what ships, with the memory as it is, off, at one layer off, and shuffled."""
-    from lab.texts import shipped_sets
-    from models.handle import open_model
-    from probes import sensitivity
+    from engram_lab.lab.texts import shipped_sets
+    from engram_lab.models.handle import open_model
+    from engram_lab.probes import sensitivity
 
     names = ("engram-mini", "dense-mini")
     controls = ("off", "off@1", "off@6", "shuffled", "one_row")
@@ -159,10 +159,10 @@ def print_memory(args: argparse.Namespace) -> None:
 
 def print_alignment(args: argparse.Namespace) -> None:
     """CKA at the ends of the entities in our sentences."""
-    from lab.fronts import cka as front
-    from models.handle import open_model
-    from probes import cka
-    from probes.points import ENTITY, take
+    from engram_lab.lab.fronts import cka as front
+    from engram_lab.models.handle import open_model
+    from engram_lab.probes import cka
+    from engram_lab.probes.points import ENTITY, take
 
     names = ("engram-mini", "dense-mini")
     texts, entities = take(front.shipped(), ENTITY, None)

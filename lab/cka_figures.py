@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from lab import labels
-from lab.figures import titled
-from lab.theme import MONO, PALETTES, SEQUENTIAL, Mode, translucent
-from probes.base import Report
-from probes.cka import block_number, names_of
+from engram_lab.lab import labels
+from engram_lab.lab.figures import titled
+from engram_lab.lab.theme import MONO, PALETTES, SEQUENTIAL, Mode, translucent
+from engram_lab.probes.base import Report
+from engram_lab.probes.cka import block_number, names_of
 
 RIDGE = "#FF4FA3"  # apart from all colours of the map
 ROW = 34  # pixels of a row of the map

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lab import (
+from engram_lab.lab import (
     app_command,
     card,
     examples_command,
@@ -32,14 +32,19 @@ from lab import (
     sweep_command,
     train_command,
 )
-from lab.fronts import FRONTS, arguments, front, settled
+from engram_lab.lab.fronts import FRONTS, arguments, front, settled
 
 if TYPE_CHECKING:
-    from probes.base import Report
+    from engram_lab.probes.base import Report
 
 BAD_REQUEST, INTERRUPTED = 2, 130
 # What is measured -> the module with a function of that name.
-BENCHMARKS = {"lens": "lab.benchmarks", "trace": "lab.benchmarks", "cka": "lab.bench_cka", "kv_map": "lab.bench_kv"}
+BENCHMARKS = {
+    "lens": "engram_lab.lab.benchmarks",
+    "trace": "engram_lab.lab.benchmarks",
+    "cka": "engram_lab.lab.bench_cka",
+    "kv_map": "engram_lab.lab.bench_kv",
+}
 
 
 class BadUsageError(Exception):
@@ -109,9 +114,9 @@ def build_parser() -> Parser:
 
 def run_probe(args: argparse.Namespace) -> int:
     """Any probe, its report written where it was asked for."""
-    from lab import export
-    from models.handle import open_model
-    from probes import PROBES
+    from engram_lab.lab import export
+    from engram_lab.models.handle import open_model
+    from engram_lab.probes import PROBES
 
     module, shown = importlib.import_module(PROBES[args.probe]), front(args.probe)
     config = shown.config(args)
@@ -138,7 +143,7 @@ def run_probe(args: argparse.Namespace) -> int:
 
 def check_save(args: argparse.Namespace) -> None:
     """Raise LabError where the run could not be kept."""
-    from lab.store import naming, open_store
+    from engram_lab.lab.store import naming, open_store
 
     naming.clean_name(args.session)
     naming.clean_note(args.note or "")
@@ -148,8 +153,8 @@ def check_save(args: argparse.Namespace) -> None:
 
 def save(args: argparse.Namespace, report: Report, seconds: float) -> None:
     """Keep the run in a session, with the view that opens its page; says so on stderr."""
-    from lab.store import open_store
-    from models.errors import LabError
+    from engram_lab.lab.store import open_store
+    from engram_lab.models.errors import LabError
 
     try:
         view = front(args.probe).view(settled(report)).to_dict()
@@ -172,7 +177,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def run_gpu_check(args: argparse.Namespace) -> int:
     """The GPU against the CPU."""
-    from lab import gpu_check
+    from engram_lab.lab import gpu_check
 
     return gpu_check.run(args.json)
 
@@ -224,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = f" {error.filename}" if error.filename else ""
         sentence = f"Could not read or write{name}: {error.strerror or error}."
     except ValueError as error:
-        from models.errors import LabError
+        from engram_lab.models.errors import LabError
 
         if not isinstance(error, LabError):
             raise

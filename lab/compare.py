@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from models.errors import LabError
-from probes.base import Array, Record, Report, arrays_of
-from probes.kv_append import Timing
+from engram_lab.models.errors import LabError
+from engram_lab.probes.base import Array, Record, Report, arrays_of
+from engram_lab.probes.kv_append import Timing
 
 Kind = Literal["float", "discrete", "text"]
 Word = Literal["identical", "within tolerance", "changed"]

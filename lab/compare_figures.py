@@ -13,12 +13,12 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from lab import labels
-from lab.compare import ENTRY, Field, fields
-from lab.figures import titled
-from lab.theme import MONO, PALETTES, Mode
-from models.errors import LabError
-from probes.base import Record, Report
+from engram_lab.lab import labels
+from engram_lab.lab.compare import ENTRY, Field, fields
+from engram_lab.lab.figures import titled
+from engram_lab.lab.theme import MONO, PALETTES, Mode
+from engram_lab.models.errors import LabError
+from engram_lab.probes.base import Record, Report
 
 # What a probe is about, as patterns of paths without indices, the best first; what is not named comes after.
 BEST: dict[str, tuple[str, ...]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab.theme import PALETTES, Mode, translucent
+from engram_lab.lab.theme import PALETTES, Mode, translucent
 
 
 def engram(mode: Mode) -> str:

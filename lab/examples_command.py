@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lab.store import NewRun
-    from models.handle import Handle
-    from probes.base import Progress, Record
+    from engram_lab.lab.store import NewRun
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Progress, Record
 
 SESSIONS = Path(__file__).resolve().parent.parent / "assets" / "sessions"
 ENGRAM, DENSE = "engram-mini", "dense-mini"
@@ -36,11 +36,11 @@ class Example:
 
 
 def _know() -> list[tuple[str, Any]]:
-    from lab.fronts import cka
-    from lab.texts import held_out
-    from probes.cka import CKAConfig
-    from probes.logit_lens import LensConfig
-    from probes.points import ENTITY, take
+    from engram_lab.lab.fronts import cka
+    from engram_lab.lab.texts import held_out
+    from engram_lab.probes.cka import CKAConfig
+    from engram_lab.probes.logit_lens import LensConfig
+    from engram_lab.probes.points import ENTITY, take
 
     both = (ENGRAM, DENSE)
     prompt = "Washington, D.C., is the capital of the United"
@@ -52,10 +52,10 @@ def _know() -> list[tuple[str, Any]]:
 
 
 def _memory() -> list[tuple[str, Any]]:
-    from lab.texts import held_out, shipped_sets
-    from probes.gates import GatesConfig
-    from probes.rows import RowsConfig
-    from probes.sensitivity import SensitivityConfig, TextSet
+    from engram_lab.lab.texts import held_out, shipped_sets
+    from engram_lab.probes.gates import GatesConfig
+    from engram_lab.probes.rows import RowsConfig
+    from engram_lab.probes.sensitivity import SensitivityConfig, TextSet
 
     prompt = "The president of the United"
     sets = tuple(TextSet(own.name, own.items[:N_TEXTS]) for own in shipped_sets())
@@ -68,13 +68,13 @@ def _memory() -> list[tuple[str, Any]]:
 
 
 def _facts() -> list[tuple[str, Any]]:
-    from lab import kv_scenarios
-    from lab.facts_files import USER, persona
-    from lab.texts import held_out
-    from probes.fact_check import CheckConfig
-    from probes.fact_sets import Writing
-    from probes.kv_map import MapConfig
-    from probes.kv_swap import SwapConfig
+    from engram_lab.lab import kv_scenarios
+    from engram_lab.lab.facts_files import USER, persona
+    from engram_lab.lab.texts import held_out
+    from engram_lab.probes.fact_check import CheckConfig
+    from engram_lab.probes.fact_sets import Writing
+    from engram_lab.probes.kv_map import MapConfig
+    from engram_lab.probes.kv_swap import SwapConfig
 
     scenario = kv_scenarios.find("pet-kind", kv_scenarios.library())
     facts = persona()[:2] + persona()[10:18]  # two that share an address, and eight that do not
@@ -101,9 +101,9 @@ def run(args: argparse.Namespace) -> int:
     """Compute and write all of them."""
     import torch
 
-    from lab.cli import progress_line
-    from models.errors import DataError
-    from models.handle import open_model
+    from engram_lab.lab.cli import progress_line
+    from engram_lab.models.errors import DataError
+    from engram_lab.models.handle import open_model
 
     if not args.out.is_dir():
         raise DataError(f"There is no folder {args.out}: make it first.")
@@ -124,9 +124,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _computed(handles: dict[str, Handle], probe: str, config: Any, progress: Progress | None) -> NewRun:
     """A run with what is kept beside it."""
-    from lab.fronts import front
-    from lab.store import NewRun, environment
-    from probes import PROBES
+    from engram_lab.lab.fronts import front
+    from engram_lab.lab.store import NewRun, environment
+    from engram_lab.probes import PROBES
 
     shown, began = front(probe), time.perf_counter()
     report = importlib.import_module(PROBES[probe]).run([handles[name] for name in config.models], config, progress)
@@ -137,8 +137,8 @@ def _computed(handles: dict[str, Handle], probe: str, config: Any, progress: Pro
 
 def _write(example: Example, runs: list[NewRun], file: Path) -> None:
     """By way of a store of its own, as everybody's sessions are."""
-    from lab.archive import export_session
-    from lab.store import open_store
+    from engram_lab.lab.archive import export_session
+    from engram_lab.lab.store import open_store
 
     note = (SESSIONS / f"{example.file}.md").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:

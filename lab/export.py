@@ -8,10 +8,10 @@ import io
 import json
 from typing import TYPE_CHECKING
 
-from lab.fronts import front
-from models.errors import LabError
-from probes import PROBES
-from probes.base import Record, Report
+from engram_lab.lab.fronts import front
+from engram_lab.models.errors import LabError
+from engram_lab.probes import PROBES
+from engram_lab.probes.base import Record, Report
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -65,9 +65,9 @@ def python(probe: str, config: Record) -> str:
         head = "import json\nfrom pathlib import Path\n\n"
         made = f'{kind}.from_dict(json.loads(Path("{REQUEST_FILE}").read_text(encoding="utf-8")))'
     return (
-        f"{head}from models.handle import open_model\n"
-        f"from probes import {module}\n"
-        f"from probes.{module} import {kind}\n\n"
+        f"{head}from engram_lab.models.handle import open_model\n"
+        f"from engram_lab.probes import {module}\n"
+        f"from engram_lab.probes.{module} import {kind}\n\n"
         f"config = {made}\n"
         f"report = {module}.run([open_model(name) for name in config.models], config)\n"
         "print(report.to_json())\n"

@@ -8,11 +8,11 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from lab import labels
-from lab.card import interval
-from lab.figures import BELOW, titled
-from lab.theme import PALETTES, Mode
-from probes.base import Report
+from engram_lab.lab import labels
+from engram_lab.lab.card import interval
+from engram_lab.lab.figures import BELOW, titled
+from engram_lab.lab.theme import PALETTES, Mode
+from engram_lab.probes.base import Report
 
 SYMBOLS = ("circle", "diamond-open")  # of the kinds of prompt
 

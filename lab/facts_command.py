@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lab import facts_files
-from lab.fronts import arguments, front
+from engram_lab.lab import facts_files
+from engram_lab.lab.fronts import arguments, front
 
 CHECK = front("facts check")
 
@@ -62,7 +62,7 @@ def add_graft_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check_out(file: Path) -> None:
     """LabError where the file cannot be written, before the work that would be lost."""
-    from models.errors import DataError
+    from engram_lab.models.errors import DataError
 
     if file.is_dir():
         raise DataError(f"--out is {file}, a folder: name a file.")
@@ -72,9 +72,9 @@ def _check_out(file: Path) -> None:
 
 def run_write(args: argparse.Namespace) -> int:
     """Write the overlay, whole or not at all, and say on stdout what was learned."""
-    from lab.cli import progress_line
-    from models.handle import open_model
-    from probes.fact_sets import write
+    from engram_lab.lab.cli import progress_line
+    from engram_lab.models.handle import open_model
+    from engram_lab.probes.fact_sets import write
 
     _check_out(args.out)
     facts, writing = facts_files.facts_of(args), facts_files.writing_of(args)
@@ -96,7 +96,7 @@ def run_write(args: argparse.Namespace) -> int:
 
 def run_remove(args: argparse.Namespace) -> int:
     """The overlay without the facts; nothing is written if one of them is not there."""
-    from models.overlay import load_overlay
+    from engram_lab.models.overlay import load_overlay
 
     out = args.out or args.file
     _check_out(out)
@@ -110,14 +110,14 @@ def run_remove(args: argparse.Namespace) -> int:
 
 def run_check(args: argparse.Namespace) -> int:
     """As `engram-lab probe facts check`."""
-    from lab.cli import run_probe
+    from engram_lab.lab.cli import run_probe
 
     return run_probe(args)
 
 
 def run_list(args: argparse.Namespace) -> int:
     """Whose facts an overlay holds, for which model, and how many rows each has to itself."""
-    from models.overlay import load_overlay
+    from engram_lab.models.overlay import load_overlay
 
     overlay = load_overlay(args.file)
     layers = ", ".join(map(str, overlay.layers)) or "none"
@@ -131,9 +131,9 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_graft(args: argparse.Namespace) -> int:
     """Put an empty memory onto a model and save it as a folder beside its base."""
-    from models.errors import DataError
-    from models.graft import graft, save_graft
-    from models.handle import open_model
+    from engram_lab.models.errors import DataError
+    from engram_lab.models.graft import graft, save_graft
+    from engram_lab.models.handle import open_model
 
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise DataError(f"{args.out} exists already: name a new folder for --out.")

@@ -7,13 +7,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from lab import labels
-from lab.card import interval
-from lab.figures import titled
-from lab.theme import PALETTES, Mode
-from probes.base import Report
-from probes.fact_check import CheckResult
-from probes.fact_locality import BitCheck
+from engram_lab.lab import labels
+from engram_lab.lab.card import interval
+from engram_lab.lab.figures import titled
+from engram_lab.lab.theme import PALETTES, Mode
+from engram_lab.probes.base import Report
+from engram_lab.probes.fact_check import CheckResult
+from engram_lab.probes.fact_locality import BitCheck
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross")
 # What a check is called where it is shown, in the order of the design's list.

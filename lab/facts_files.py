@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments
-from lab.texts import held_out, lines_of
+from engram_lab.lab.fronts import arguments
+from engram_lab.lab.texts import held_out, lines_of
 
 if TYPE_CHECKING:
-    from probes.fact_sets import StatedFact, Writing
+    from engram_lab.probes.fact_sets import StatedFact, Writing
 
 PERSONA = Path(__file__).resolve().parent.parent / "assets" / "facts" / "persona.jsonl"
 USER = "maya"  # whose facts those are
@@ -37,7 +37,7 @@ def read(raw: bytes, name: str) -> tuple[StatedFact, ...]:
 
     DataError that names the line for what is none, and for a fact given twice.
     """
-    from models.errors import DataError
+    from engram_lab.models.errors import DataError
 
     kind, found = Path(name).suffix.lower(), {}
     if kind in (".jsonl", ".csv"):
@@ -55,7 +55,7 @@ def read(raw: bytes, name: str) -> tuple[StatedFact, ...]:
 
 
 def _json_rows(raw: bytes, name: str) -> Iterable[Mapping[str, Any]]:
-    from models.errors import DataError
+    from engram_lab.models.errors import DataError
 
     for n, line in enumerate(lines_of(raw, name), 1):
         try:
@@ -68,7 +68,7 @@ def _json_rows(raw: bytes, name: str) -> Iterable[Mapping[str, Any]]:
 
 
 def _csv_rows(raw: bytes, name: str) -> Iterable[Mapping[str, Any]]:
-    from models.errors import DataError
+    from engram_lab.models.errors import DataError
 
     text = "\n".join(lines_of(raw, name))
     reader = csv.DictReader(io.StringIO(text), strict=True)
@@ -97,8 +97,8 @@ def _cell(key: str, value: str) -> Any:
 
 def _fact(stored: Mapping[str, Any], where: str) -> StatedFact:
     """A fact from JSON or a table; DataError for what it may not hold."""
-    from models.errors import DataError
-    from probes.fact_sets import Expected, StatedFact
+    from engram_lab.models.errors import DataError
+    from engram_lab.probes.fact_sets import Expected, StatedFact
 
     unknown = sorted(stored.keys() - set(_KEYS))
     if unknown:
@@ -143,8 +143,8 @@ def spaced(answer: str) -> str:
 
 def of_line(line: str) -> StatedFact:
     """The fact of "trigger => answer"; LabError for another line."""
-    from probes.fact_sets import StatedFact
-    from probes.fact_writing import read_fact
+    from engram_lab.probes.fact_sets import StatedFact
+    from engram_lab.probes.fact_writing import read_fact
 
     fact = read_fact(line)
     return StatedFact(fact.trigger, fact.answer)
@@ -192,7 +192,7 @@ def facts_of(args: argparse.Namespace) -> tuple[StatedFact, ...]:
 
 def writing_of(args: argparse.Namespace) -> Writing:
     """How they are to be written. Raises LabError."""
-    from probes.fact_sets import Writing
+    from engram_lab.probes.fact_sets import Writing
 
     layer = args.layer if isinstance(args.layer, int) else None
     return Writing(args.user, layer, args.method, args.steps, args.rate, args.pull)
@@ -200,9 +200,9 @@ def writing_of(args: argparse.Namespace) -> Writing:
 
 def of_overlay(args: argparse.Namespace) -> tuple[tuple[StatedFact, ...], argparse.Namespace]:
     """The facts of the overlay --overlay, and the options with its user, method and layer. Raises LabError."""
-    from models.errors import LabError
-    from models.overlay import load_overlay
-    from probes.fact_sets import StatedFact
+    from engram_lab.models.errors import LabError
+    from engram_lab.models.overlay import load_overlay
+    from engram_lab.probes.fact_sets import StatedFact
 
     if args.facts is not None or args.fact:
         raise LabError("--overlay brings its own facts: leave out --facts and --fact.")
@@ -223,7 +223,7 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
 
 def texts_of(args: argparse.Namespace) -> tuple[str, ...]:
     """The unrelated texts that were asked for. Raises DataError."""
-    from models.errors import DataError
+    from engram_lab.models.errors import DataError
 
     if args.n_texts < 0:
         raise DataError(f"--n-texts is {args.n_texts}; it must be 0 or more.")

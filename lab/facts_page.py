@@ -13,18 +13,18 @@ import pandas as pd
 import streamlit as st
 import torch
 
-from lab import facts_files, labels, page, runner, texts
-from lab.facts_users import FIRST, User, Written, apart, take_up, users
-from lab.fronts.facts_widgets import METHODS, STEPS
-from models.errors import DataError, LabError
-from models.handle import Handle
-from models.memory import addresses
-from models.overlay import Fact, Overlay, Stack, check_overlay, load_overlay, prepare
-from probes.base import Report
-from probes.fact_check import CheckConfig
-from probes.fact_locality import table_digest
-from probes.fact_sets import StatedFact, Writing, batches, logits_of, write
-from probes.fact_writing import encode_facts
+from engram_lab.lab import facts_files, labels, page, runner, texts
+from engram_lab.lab.facts_users import FIRST, User, Written, apart, take_up, users
+from engram_lab.lab.fronts.facts_widgets import METHODS, STEPS
+from engram_lab.models.errors import DataError, LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import addresses
+from engram_lab.models.overlay import Fact, Overlay, Stack, check_overlay, load_overlay, prepare
+from engram_lab.probes.base import Report
+from engram_lab.probes.fact_check import CheckConfig
+from engram_lab.probes.fact_locality import table_digest
+from engram_lab.probes.fact_sets import StatedFact, Writing, batches, logits_of, write
+from engram_lab.probes.fact_writing import encode_facts
 
 COLUMNS = ("trigger", "answer")
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import streamlit as st
 
-from lab import facts_files
-from models.errors import LabError
-from models.handle import Handle
-from models.overlay import Fact, Overlay
-from probes import PROBES
-from probes.fact_addresses import address_groups
-from probes.fact_check import CheckConfig
-from probes.fact_sets import StatedFact
+from engram_lab.lab import facts_files
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.overlay import Fact, Overlay
+from engram_lab.probes import PROBES
+from engram_lab.probes.fact_addresses import address_groups
+from engram_lab.probes.fact_check import CheckConfig
+from engram_lab.probes.fact_sets import StatedFact
 
 FIRST = 10  # facts of the persona that a user begins with
 

@@ -10,17 +10,17 @@ import plotly.graph_objects as go
 import streamlit as st
 import torch
 
-from lab import facts_alternatives_figures, facts_figures, facts_page, labels, page, reference, runner, texts
-from lab.facts_page import User, Written
-from lab.fronts import facts_alternatives
-from lab.theme import PALETTES, translucent
-from models.handle import Handle
-from models.memory import Edit, read_memory
-from models.overlay import Stack, prepare
-from probes.base import Record, Report
-from probes.fact_density import SIZES, DensityConfig
-from probes.fact_layers import LayersConfig
-from probes.fact_sets import StatedFact, Writing, kl
+from engram_lab.lab import facts_alternatives_figures, facts_figures, facts_page, labels, page, reference, runner, texts
+from engram_lab.lab.facts_page import User, Written
+from engram_lab.lab.fronts import facts_alternatives
+from engram_lab.lab.theme import PALETTES, translucent
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import Edit, read_memory
+from engram_lab.models.overlay import Stack, prepare
+from engram_lab.probes.base import Record, Report
+from engram_lab.probes.fact_density import SIZES, DensityConfig
+from engram_lab.probes.fact_layers import LayersConfig
+from engram_lab.probes.fact_sets import StatedFact, Writing, kl
 
 STACKED = "all users, stacked"
 TOP = 8  # next tokens

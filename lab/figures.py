@@ -12,12 +12,12 @@ from typing import Any, Literal
 import numpy as np
 import plotly.graph_objects as go
 
-from lab import labels
-from lab.card import interval
-from lab.theme import MONO, PALETTES, SEQUENTIAL, Mode, template, translucent
-from models.errors import LabError
-from probes.base import Report
-from probes.lens_result import ModelLens, Reading
+from engram_lab.lab import labels
+from engram_lab.lab.card import interval
+from engram_lab.lab.theme import MONO, PALETTES, SEQUENTIAL, Mode, template, translucent
+from engram_lab.models.errors import LabError
+from engram_lab.probes.base import Report
+from engram_lab.probes.lens_result import ModelLens, Reading
 
 Measure = Literal["kl", "entropy", "target_prob", "target_rank"]
 # What is shown -> (name in the title, its unit at the colour bar)

@@ -13,11 +13,11 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import hex_to_rgb, label_rgb, sample_colorscale
 
-from lab import labels
-from lab.figures import ROW, titled
-from lab.theme import MONO, PALETTES, SEQUENTIAL, Mode
-from probes.base import Report
-from probes.gates import ControlRun
+from engram_lab.lab import labels
+from engram_lab.lab.figures import ROW, titled
+from engram_lab.lab.theme import MONO, PALETTES, SEQUENTIAL, Mode
+from engram_lab.probes.base import Report
+from engram_lab.probes.gates import ControlRun
 
 COLUMN = 54  # pixels of a position of the map
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from lab import labels
-from lab.card import interval
-from lab.figures import _curve, _fit_to_blocks, _layer_axis, titled
-from lab.gates_figures import ceiling_text, control_name
-from lab.theme import PALETTES, Mode
-from models.errors import LabError
-from probes.base import Report
-from probes.gates import ControlRun
+from engram_lab.lab import labels
+from engram_lab.lab.card import interval
+from engram_lab.lab.figures import _curve, _fit_to_blocks, _layer_axis, titled
+from engram_lab.lab.gates_figures import ceiling_text, control_name
+from engram_lab.lab.theme import PALETTES, Mode
+from engram_lab.models.errors import LabError
+from engram_lab.probes.base import Report
+from engram_lab.probes.gates import ControlRun
 
 
 def attribution_bars(report: Report, position: int, mode: Mode = "light") -> go.Figure:

@@ -6,9 +6,9 @@ from typing import Any
 
 import streamlit as st
 
-from lab import labels, runner
-from models import download
-from models.errors import LabError
+from engram_lab.lab import labels, runner
+from engram_lab.models import download
+from engram_lab.models.errors import LabError
 
 _ASKED = "getting_model"  # in the session: the name that is being brought
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from models.handle import Handle
-    from probes.base import Report
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
 
 FLOAT32_BOUND = 1e-4  # nats, or probability
 BFLOAT16_BOUND = 0.25  # nats at a single layer and position, or probability
@@ -27,7 +27,7 @@ REPEATS = 5
 
 def lens(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
     """The lens probe on the default prompt: (report, the figures to compare, by name)."""
-    from probes import logit_lens
+    from engram_lab.probes import logit_lens
 
     config = logit_lens.LensConfig(models=tuple(h.name for h in handles), prompts=(PROMPT,), target=" States")
     report = logit_lens.run(handles, config)
@@ -40,7 +40,7 @@ def lens(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
 
 def gates(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
     """The gates of the first model on the default prompt, with shuffled rows beside."""
-    from probes import gates as probe
+    from engram_lab.probes import gates as probe
 
     report = probe.run(handles[:1], probe.GatesConfig((handles[0].name,), (PROMPT,), controls=("shuffled",)))
     result = report.result
@@ -50,7 +50,7 @@ def gates(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
 
 def sensitivity(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
     """The loss on the prompt with the memory and without."""
-    from probes import sensitivity as probe
+    from engram_lab.probes import sensitivity as probe
 
     sets = (probe.TextSet("prompt", (probe.Item(PROMPT),)),)
     report = probe.run(handles, probe.SensitivityConfig(tuple(h.name for h in handles), sets))
@@ -59,7 +59,7 @@ def sensitivity(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
 
 def cka(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
     """The alignment of the two models on all tokens of a few sentences."""
-    from probes import cka as probe
+    from engram_lab.probes import cka as probe
 
     sentences = tuple(f"{PROMPT[:-5]}{year}." for year in range(1960, 1966))
     config = probe.CKAConfig(tuple(h.name for h in handles), sentences, points="all", bootstrap=20)
@@ -69,8 +69,8 @@ def cka(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
 
 def kv_swap(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
     """The probabilities of both answers on every step of a swap ladder, on the first model."""
-    from probes import kv_swap as probe
-    from probes.kv_scenario import Scenario
+    from engram_lab.probes import kv_swap as probe
+    from engram_lab.probes.kv_scenario import Scenario
 
     scenario = Scenario("He was born in {field}, a city in the", "France", "England", " north", " south")
     # The best positions hang on near ties, which another number format may break otherwise.
@@ -131,9 +131,9 @@ def check(device: str = "cuda", names: tuple[str, str] = ("engram-mini", "dense-
     """Every probe on `device` against the CPU in float32: differences, seconds, peak memory, trace overhead."""
     import torch
 
-    from models.handle import open_model
-    from models.ngrams import engram_model
-    from probes.base import versions
+    from engram_lab.models.handle import open_model
+    from engram_lab.models.ngrams import engram_model
+    from engram_lab.probes.base import versions
 
     out: dict[str, Any] = {"available": True, "device": device, "versions": versions()}
     cuda = device.startswith("cuda")

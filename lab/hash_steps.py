@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.errors import LabError
-from models.hashing import INT64_MAX, NgramHash, is_prime, shift_right
-from models.ngrams import HashSteps, hash_steps
+from engram_lab.models.errors import LabError
+from engram_lab.models.hashing import INT64_MAX, NgramHash, is_prime, shift_right
+from engram_lab.models.ngrams import HashSteps, hash_steps
 
 # Of the published explanation, at its last position; what follows from it is computed.
 EXAMPLE = {"ids": "41 93 17 208", "multipliers": "3 5 7", "sizes": "101 103; 107 109", "pad": "0"}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import streamlit as st
 
-from lab import labels, reopened, runner
-from models.errors import LabError
-from probes.base import Report
+from engram_lab.lab import labels, reopened, runner
+from engram_lab.models.errors import LabError
+from engram_lab.probes.base import Report
 
 SESSIONS = Path(__file__).resolve().parent.parent / "pages" / "sessions.py"
 

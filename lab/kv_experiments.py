@@ -11,16 +11,16 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import kv_figures, kv_page, kv_set_figures, labels, page, runner
-from lab.fronts.kv_swap import SIZES
-from lab.kv_page import Request
-from models.handle import Handle
-from probes.base import Report
-from probes.kv_knockout import HOWS, TARGETS, UNRELATED, KnockoutConfig
-from probes.kv_map import MapConfig
-from probes.kv_scenario import prepare
-from probes.kv_set import SetConfig
-from probes.kv_swap import SwapConfig
+from engram_lab.lab import kv_figures, kv_page, kv_set_figures, labels, page, runner
+from engram_lab.lab.fronts.kv_swap import SIZES
+from engram_lab.lab.kv_page import Request
+from engram_lab.models.handle import Handle
+from engram_lab.probes.base import Report
+from engram_lab.probes.kv_knockout import HOWS, TARGETS, UNRELATED, KnockoutConfig
+from engram_lab.probes.kv_map import MapConfig
+from engram_lab.probes.kv_scenario import prepare
+from engram_lab.probes.kv_set import SetConfig
+from engram_lab.probes.kv_swap import SwapConfig
 
 GROUPS = 6  # of layers, that the map opens with
 ANY = "any layers"

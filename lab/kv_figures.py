@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from lab import labels
-from lab.figures import titled
-from lab.theme import MONO, PALETTES, SEQUENTIAL, Mode, translucent
-from probes.base import Report
-from probes.kv_scenario import Pair
+from engram_lab.lab import labels
+from engram_lab.lab.figures import titled
+from engram_lab.lab.theme import MONO, PALETTES, SEQUENTIAL, Mode, translucent
+from engram_lab.probes.base import Report
+from engram_lab.probes.kv_scenario import Pair
 
 COLUMN = 27  # pixels of a position of the map
 STEPS = ("field", "downstream", "last", "best", "random", "all", "self")

@@ -11,13 +11,13 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import get_model, kv_figures, kv_scenarios, labels, page, reference, runner
-from lab.fronts import kv_widgets
-from lab.fronts.kv_widgets import ALL, PARTS
-from models.handle import Handle, list_models
-from probes.base import Report
-from probes.kv_effects import oracle_sentence
-from probes.kv_scenario import Scenario
+from engram_lab.lab import get_model, kv_figures, kv_scenarios, labels, page, reference, runner
+from engram_lab.lab.fronts import kv_widgets
+from engram_lab.lab.fronts.kv_widgets import ALL, PARTS
+from engram_lab.models.handle import Handle, list_models
+from engram_lab.probes.base import Report
+from engram_lab.probes.kv_effects import oracle_sentence
+from engram_lab.probes.kv_scenario import Scenario
 
 STRONGER = "smollm2-135m"
 

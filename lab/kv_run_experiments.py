@@ -5,16 +5,16 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from lab import kv_page, kv_run_figures, labels, runner
-from lab.fronts.kv_compose import AGAIN, LENGTHS
-from lab.fronts.kv_erratum import POLICIES, chain_of
-from lab.fronts.kv_reasoning import TOKENS
-from lab.kv_page import Request
-from models.handle import Handle
-from probes import kv_compose, kv_reasoning
-from probes.kv_compose import ComposeConfig
-from probes.kv_erratum import ErratumConfig
-from probes.kv_reasoning import ReasoningConfig
+from engram_lab.lab import kv_page, kv_run_figures, labels, runner
+from engram_lab.lab.fronts.kv_compose import AGAIN, LENGTHS
+from engram_lab.lab.fronts.kv_erratum import POLICIES, chain_of
+from engram_lab.lab.fronts.kv_reasoning import TOKENS
+from engram_lab.lab.kv_page import Request
+from engram_lab.models.handle import Handle
+from engram_lab.probes import kv_compose, kv_reasoning
+from engram_lab.probes.kv_compose import ComposeConfig
+from engram_lab.probes.kv_erratum import ErratumConfig
+from engram_lab.probes.kv_reasoning import ReasoningConfig
 
 TEXTS = {
     "erratum": "The correction",

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from lab import labels
-from lab.figures import BELOW, titled
-from lab.theme import PALETTES, Mode
-from probes.base import Report
-from probes.kv_compose import ComposeResult
-from probes.kv_erratum import policy
+from engram_lab.lab import labels
+from engram_lab.lab.figures import BELOW, titled
+from engram_lab.lab.theme import PALETTES, Mode
+from engram_lab.probes.base import Report
+from engram_lab.probes.kv_compose import ComposeResult
+from engram_lab.probes.kv_erratum import policy
 
 SAID = {  # variants of an erratum, as they are named to the reader
     "nothing": "asked again, no correction",

@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments
-from lab.texts import lines_of
+from engram_lab.lab.fronts import arguments
+from engram_lab.lab.texts import lines_of
 
 if TYPE_CHECKING:
-    from probes.kv_scenario import Scenario
+    from engram_lab.probes.kv_scenario import Scenario
 
 LIBRARY = Path(__file__).resolve().parent.parent / "assets" / "kv" / "scenarios.jsonl"
 GROUP_HELP = "what a KV cache remembers of a prompt: swap, map, knock out, correct, move"
@@ -31,7 +31,7 @@ def library() -> tuple[Scenario, ...]:
 
 def find(name: str, among: Sequence[Scenario]) -> Scenario:
     """The scenario with an id; DataError if there is none."""
-    from models.errors import DataError
+    from engram_lab.models.errors import DataError
 
     for scenario in among:
         if scenario.id == name:
@@ -41,8 +41,8 @@ def find(name: str, among: Sequence[Scenario]) -> Scenario:
 
 def read(raw: bytes, name: str) -> tuple[Scenario, ...]:
     """The scenarios of a .jsonl, an object a line; DataError that names the line for what is none."""
-    from models.errors import DataError
-    from probes.kv_scenario import Scenario
+    from engram_lab.models.errors import DataError
+    from engram_lab.probes.kv_scenario import Scenario
 
     found: dict[str, Scenario] = {}
     for n, line in enumerate(lines_of(raw, name), 1):
@@ -107,8 +107,8 @@ def add_scenario(parser: argparse.ArgumentParser) -> None:
 
 def scenario_of(args: argparse.Namespace) -> Scenario:
     """The scenario of a request."""
-    from models.errors import DataError
-    from probes.kv_scenario import Scenario
+    from engram_lab.models.errors import DataError
+    from engram_lab.probes.kv_scenario import Scenario
 
     given = {name: getattr(args, name) for name in _TEXTS if getattr(args, name) is not None}
     if args.chat:

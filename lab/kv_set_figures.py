@@ -6,11 +6,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from lab import labels
-from lab.card import interval
-from lab.figures import titled
-from lab.theme import PALETTES, Mode
-from probes.base import Report
+from engram_lab.lab import labels
+from engram_lab.lab.card import interval
+from engram_lab.lab.figures import titled
+from engram_lab.lab.theme import PALETTES, Mode
+from engram_lab.probes.base import Report
 
 
 def by_kind(report: Report, mode: Mode = "light") -> go.Figure:

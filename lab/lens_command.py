@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from models.handle import Handle
-    from probes.tuned_lens import FitInfo
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.tuned_lens import FitInfo
 
 EVERY = 3.0  # seconds between lines of progress
 
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def destination(handle: Handle, out: Path | None) -> Path:
     """The file to write: in `out`, or where the lens looks. Translators that ship are never written over."""
-    from models import loading
-    from probes import tuned_lens
+    from engram_lab.models import loading
+    from engram_lab.probes import tuned_lens
 
     if out is not None:
         return out / tuned_lens.FILE
@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     """Fit, write the translators, and print the held-out KL of each layer before and after."""
     import torch
 
-    from models.handle import open_model
-    from probes import tuned_lens
-    from probes.fit_text import read_text
+    from engram_lab.models.handle import open_model
+    from engram_lab.probes import tuned_lens
+    from engram_lab.probes.fit_text import read_text
 
     def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from lab import labels
-from lab.figures import BELOW, _layer_axis, readings, titled, with_interval
-from lab.theme import PALETTES, Mode, translucent
-from probes.base import Report
+from engram_lab.lab import labels
+from engram_lab.lab.figures import BELOW, _layer_axis, readings, titled, with_interval
+from engram_lab.lab.theme import PALETTES, Mode, translucent
+from engram_lab.probes.base import Report
 
 
 def settle_histogram(report: Report, mode: Mode = "light") -> go.Figure:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import page, texts
+from engram_lab.lab import page, texts
 
 WINDOW = 64  # positions of the map at once
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import streamlit as st
 
-from lab import page, runner
-from models.handle import Handle
-from models.memory import memories
+from engram_lab.lab import page, runner
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import memories
 
 
 @dataclass(frozen=True)

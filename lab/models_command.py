@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The models that can be opened offline."""
-    from models.loading import list_models
+    from engram_lab.models.loading import list_models
 
     found = list_models()
     if args.json:
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
 
 def run_get(args: argparse.Namespace) -> int:
     """Bring a model, with its progress on stderr; prints its folder."""
-    from lab.cli import progress_line
-    from models.download import get_model
+    from engram_lab.lab.cli import progress_line
+    from engram_lab.models.download import get_model
 
     with progress_line() as progress:
         folder = get_model(args.name, progress, args.via)

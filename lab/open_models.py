@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from lab import shortage
-from lab.line import TICK, Line
-from models import loading
-from models.errors import LabError
-from models.handle import Handle, open_model
+from engram_lab.lab import shortage
+from engram_lab.lab.line import TICK, Line
+from engram_lab.models import loading
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle, open_model
 
 PATIENCE = 60.0  # seconds that a script waits for a place
 OPENING = "opening"  # what is opened needs this in the line: transformers keeps settings of the process meanwhile

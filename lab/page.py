@@ -11,10 +11,10 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import export, keeping, labels, reference_entry, reopened, texts
-from models.errors import DataError
-from models.handle import Handle
-from probes.base import Report
+from engram_lab.lab import export, keeping, labels, reference_entry, reopened, texts
+from engram_lab.models.errors import DataError
+from engram_lab.models.handle import Handle
+from engram_lab.probes.base import Report
 
 OWN = "your own"
 _MANY = 10**9

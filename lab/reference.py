@@ -10,13 +10,13 @@ import argparse
 import importlib
 from functools import partial
 
-from lab import labels
-from lab.fronts import FRONTS, arguments, front
-from lab.reference_cache import CACHE
-from lab.reference_entry import Entry
-from lab.reference_facts import FACTS
-from lab.reference_layers import LAYERS
-from probes import PROBES
+from engram_lab.lab import labels
+from engram_lab.lab.fronts import FRONTS, arguments, front
+from engram_lab.lab.reference_cache import CACHE
+from engram_lab.lab.reference_entry import Entry
+from engram_lab.lab.reference_facts import FACTS
+from engram_lab.lab.reference_layers import LAYERS
+from engram_lab.probes import PROBES
 
 ENTRIES: dict[str, Entry] = {name: (LAYERS | CACHE | FACTS)[name] for name in FRONTS}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab.reference_entry import NOTES, Entry, arxiv
+from engram_lab.lab.reference_entry import NOTES, Entry, arxiv
 
 ROPE = arxiv("2104.09864", "Su et al. 2021, RoFormer")
 SCORE = r"\ s = \mathrm{logit}(\text{new answer}) - \mathrm{logit}(\text{old answer})"

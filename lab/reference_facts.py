@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab.reference_entry import LORA, ROME, USER_AS_ENGRAM, Entry
+from engram_lab.lab.reference_entry import LORA, ROME, USER_AS_ENGRAM, Entry
 
 WRITING = (
     r"e^{(0)} = s\, W_V^{+}\,\frac{\partial z_y}{\partial h_\text{last}},\qquad"

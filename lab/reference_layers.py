@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab.reference_entry import CKA, ENGRAM, HSIC, LOGIT_LENS, TUNED_LENS, UNBIASED, Entry
+from engram_lab.lab.reference_entry import CKA, ENGRAM, HSIC, LOGIT_LENS, TUNED_LENS, UNBIASED, Entry
 
 LAYERS = {
     "lens": Entry(

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
-from lab import labels
-from lab.fronts import settled
-from lab.views import View, may_be_set
-from models.errors import LabError
-from probes.base import Record, Report
+from engram_lab.lab import labels
+from engram_lab.lab.fronts import settled
+from engram_lab.lab.views import View, may_be_set
+from engram_lab.models.errors import LabError
+from engram_lab.probes.base import Record, Report
 
 if TYPE_CHECKING:
-    from lab.store import RunInfo, Store
-    from models.handle import Handle
+    from engram_lab.lab.store import RunInfo, Store
+    from engram_lab.models.handle import Handle
 
 _STATE = "_reopened"
 # The uploaders of each page: a page that is put back has the files of its view and no others.
@@ -65,7 +65,7 @@ class State:
 @st.cache_resource(show_spinner=False)
 def store() -> Store:
     """The one store of this process."""
-    from lab.store import open_store  # only what keeps or reopens a run waits for the database's library
+    from engram_lab.lab.store import open_store  # only what keeps or reopens a run waits for the database's library
 
     return open_store()
 
@@ -170,7 +170,7 @@ def _pin(session: str, run: RunInfo) -> None:
 
 def _restore_facts(own: State) -> None:
     """Put the users of kept runs back."""
-    from lab import facts_users
+    from engram_lab.lab import facts_users
 
     for config, overlay in own.facts:
         facts_users.restore(config, overlay)

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from lab.compare import TOLERANCE, fields, verdict
-from lab.store import NewRun, environment
-from models.errors import LabError
-from models.handle import Handle, open_model
-from models.loading import choose_device, first_line
-from probes import PROBES
-from probes.base import Progress, Report, versions
+from engram_lab.lab.compare import TOLERANCE, fields, verdict
+from engram_lab.lab.store import NewRun, environment
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.loading import choose_device, first_line
+from engram_lab.probes import PROBES
+from engram_lab.probes.base import Progress, Report, versions
 
 MOST_THREADS = 256  # that a file may ask for
 # What of the environment is said first.

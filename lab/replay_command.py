@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lab.replay import Replayed
-    from probes.base import Progress
+    from engram_lab.lab.replay import Replayed
+    from engram_lab.probes.base import Progress
 
 CHANGED = 1
 SHOWN = 3  # reasons why a run is changed that the table tells; --json tells all
@@ -40,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, one line for each run as it is done; 1 if any is changed or not run."""
-    from lab import compare
-    from lab.archive import read_archive
-    from lab.cli import progress_line, write
-    from lab.replay import Replayer, summary
-    from models.errors import LabError
+    from engram_lab.lab import compare
+    from engram_lab.lab.archive import read_archive
+    from engram_lab.lab.cli import progress_line, write
+    from engram_lab.lab.replay import Replayer, summary
+    from engram_lab.models.errors import LabError
 
     tolerance = compare.TOLERANCE if args.tolerance is None else args.tolerance
     if not 0 <= tolerance < float("inf"):

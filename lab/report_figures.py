@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
 
-from lab import labels
-from lab.fronts import front
-from lab.theme import Mode
-from probes.base import Report
+from engram_lab.lab import labels
+from engram_lab.lab.fronts import front
+from engram_lab.lab.theme import Mode
+from engram_lab.probes.base import Report
 
 if TYPE_CHECKING:
-    from models.handle import Handle
+    from engram_lab.models.handle import Handle
 
 LEAST_WIDTH, CHARACTERS = 740, 105  # pixels of a figure, and the letters of a subtitle that they hold
 
@@ -27,7 +27,7 @@ def figures_of(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go
 
 def _fitted(figure: go.Figure) -> go.Figure:
     """The figure with a subtitle that a narrow window holds, and no narrower than its title."""
-    from lab.cka_figures import narrow
+    from engram_lab.lab.cka_figures import narrow
 
     if figure.layout.width is not None:
         figure.update_layout(width=max(figure.layout.width, LEAST_WIDTH))
@@ -45,8 +45,8 @@ def _namer(name: str, handles: Sequence[Handle]) -> Callable[[int], str]:
 
 
 def _lens(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure]:
-    from lab.figures import difference_curve, lens_map, readings
-    from lab.lens_summaries import settle_histogram
+    from engram_lab.lab.figures import difference_curve, lens_map, readings
+    from engram_lab.lab.lens_summaries import settle_histogram
 
     models, difference, drawn = report.result.models, report.result.difference, []
     if difference is not None and difference.mean_kl is not None:
@@ -59,7 +59,7 @@ def _lens(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figu
 
 
 def _gates(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure]:
-    from lab.gates_figures import GATE, gate_map, offered
+    from engram_lab.lab.gates_figures import GATE, gate_map, offered
 
     if not (report.config.detail and len(report.config.prompts) == 1):
         return []
@@ -70,39 +70,39 @@ def _gates(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fig
 
 
 def _rows(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure]:
-    from lab.rows_figures import MEASURES, usage_bars
+    from engram_lab.lab.rows_figures import MEASURES, usage_bars
 
     counted = [name for name in ("text", "training") if getattr(report.result, name) is not None]
     return [usage_bars(report, name, MEASURES[0], mode) for name in counted]
 
 
 def _cka(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure]:
-    from lab.cka_figures import alignment_curve, lead_curve
+    from engram_lab.lab.cka_figures import alignment_curve, lead_curve
 
     curves = [alignment_curve(report, mode)]
     return [*curves, lead_curve(report, mode)] if report.result.lead is not None else curves
 
 
 def _kv_swap(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure]:
-    from lab.kv_figures import answers
+    from engram_lab.lab.kv_figures import answers
 
     return [answers(report, mode)]
 
 
 def _kv_erratum(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
-    from lab.kv_run_figures import timeline
+    from engram_lab.lab.kv_run_figures import timeline
 
     return [timeline(report, mode)]
 
 
 def _kv_compose(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
-    from lab.kv_run_figures import compose_times
+    from engram_lab.lab.kv_run_figures import compose_times
 
     return [compose_times(report, mode)]
 
 
 def _facts_check(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure]:
-    from lab.facts_figures import locality
+    from engram_lab.lab.facts_figures import locality
 
     return [locality(report, mode)]
 

@@ -23,17 +23,17 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from lab import export
-from lab.fronts import front
-from lab.report_figures import figures_of
-from lab.theme import MONO, PALETTES, SANS
-from models.errors import LabError
-from probes import PROBES
-from probes.base import Report, versions
+from engram_lab.lab import export
+from engram_lab.lab.fronts import front
+from engram_lab.lab.report_figures import figures_of
+from engram_lab.lab.theme import MONO, PALETTES, SANS
+from engram_lab.models.errors import LabError
+from engram_lab.probes import PROBES
+from engram_lab.probes.base import Report, versions
 
 if TYPE_CHECKING:
-    from lab.store import RunInfo, SessionInfo, Store
-    from models.handle import Handle
+    from engram_lab.lab.store import RunInfo, SessionInfo, Store
+    from engram_lab.models.handle import Handle
 
 TEMPLATES = Path(__file__).with_name("templates")
 MOST_ROWS, MOST_PROMPTS, MOST_IDS = 200, 20, 2000  # of each run, in the page
@@ -60,7 +60,7 @@ def opened(reports: Iterable[Report]) -> Iterator[tuple[Handle, ...]]:
 
     Only names that the lab lists itself: that of a session from elsewhere may be any path.
     """
-    from models.handle import list_models, open_model
+    from engram_lab.models.handle import list_models, open_model
 
     wanted = {model.name: None for report in reports for model in report.protocol.models}
     found: list[Handle] = []

@@ -30,11 +30,11 @@ def run(args: argparse.Namespace) -> int:
     """Count, write, and say on stdout what was counted; an interrupt leaves no file behind."""
     from tqdm import tqdm
 
-    from models.data import documents
-    from models.errors import DataError
-    from models.handle import open_model
-    from models.ngrams import packed
-    from models.row_counts import TrainingRun, count
+    from engram_lab.models.data import documents
+    from engram_lab.models.errors import DataError
+    from engram_lab.models.handle import open_model
+    from engram_lab.models.ngrams import packed
+    from engram_lab.models.row_counts import TrainingRun, count
 
     if args.tokens is not None and args.tokens < 1:
         raise DataError(f"--tokens is {args.tokens}; it must be 1 or more.")

@@ -12,13 +12,13 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from lab import labels
-from lab.figures import titled
-from lab.theme import MONO, PALETTES, Mode, translucent
-from models.errors import LabError
-from probes.base import Report
-from probes.row_usage import Usage
-from probes.rows import Gram, Row, Said
+from engram_lab.lab import labels
+from engram_lab.lab.figures import titled
+from engram_lab.lab.theme import MONO, PALETTES, Mode, translucent
+from engram_lab.models.errors import LabError
+from engram_lab.probes.base import Report
+from engram_lab.probes.row_usage import Usage
+from engram_lab.probes.rows import Gram, Row, Said
 
 Measure = Literal["coverage", "collisions", "load"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)

@@ -17,14 +17,14 @@ from typing import Any
 
 import streamlit as st
 
-from lab import open_models, reopened, shortage, theme
-from lab.line import Line
-from lab.open_models import OpenModels
-from models.errors import LabError, UnknownModelError
-from models.handle import Handle, list_models
-from probes import PROBES, logit_lens
-from probes.base import Record, Report
-from probes.logit_lens import LensConfig
+from engram_lab.lab import open_models, reopened, shortage, theme
+from engram_lab.lab.line import Line
+from engram_lab.lab.open_models import OpenModels
+from engram_lab.models.errors import LabError, UnknownModelError
+from engram_lab.models.handle import Handle, list_models
+from engram_lab.probes import PROBES, logit_lens
+from engram_lab.probes.base import Record, Report
+from engram_lab.probes.logit_lens import LensConfig
 
 NOTHING = "nothing"  # the choice of no comparison model
 KEPT_RESULTS = 24
@@ -295,8 +295,8 @@ def _set_cancelled(key: str | None) -> None:
 
 def warm_up() -> None:
     """Import and open what the first page needs; a shipped model that cannot be opened is left to its page."""
-    import lab.export
-    import lab.figures  # noqa: F401
+    import engram_lab.lab.export
+    import engram_lab.lab.figures  # noqa: F401
 
     shortage.few_arenas()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from lab import labels
-from lab.card import interval
-from lab.figures import titled
-from lab.theme import PALETTES, Mode
-from probes.base import Report
+from engram_lab.lab import labels
+from engram_lab.lab.card import interval
+from engram_lab.lab.figures import titled
+from engram_lab.lab.theme import PALETTES, Mode
+from engram_lab.probes.base import Report
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
 

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from lab.access import Guard
-from models.errors import LabError
+from engram_lab.lab.access import Guard
+from engram_lab.models.errors import LabError
 
 APP = Path(__file__).with_name("app.py")
 DEFAULT_PORT = 8501
@@ -63,9 +63,9 @@ def main(
     from streamlit.starlette import App
     from streamlit.web import bootstrap
 
-    import lab.runner  # noqa: F401 - all that is slow to import, before the address is given out
-    from lab import open_models
-    from lab.theme import streamlit_options
+    import engram_lab.lab.runner  # noqa: F401 - all that is slow to import, before the address is given out
+    from engram_lab.lab import open_models
+    from engram_lab.lab.theme import streamlit_options
 
     open_models.configure(**(settings or {}))
     options = {
@@ -171,7 +171,7 @@ def _prepare(server: uvicorn.Server, shown: str, port: int) -> None:
 
     Not before: two threads that import the same packages at once can meet half an import.
     """
-    from lab import runner
+    from engram_lab.lab import runner
 
     while not server.started:
         time.sleep(0.05)

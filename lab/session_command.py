@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from lab.store import SessionInfo, Store
+    from engram_lab.lab.store import SessionInfo, Store
 
 WHICH = "its name, or its id"
 
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _with_store(run: Callable[[Store, argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
     def call(args: argparse.Namespace) -> int:
-        from lab.store import open_store
+        from engram_lab.lab.store import open_store
 
         store = open_store(args.store)
         try:
@@ -129,7 +129,7 @@ def run_show(store: Store, args: argparse.Namespace) -> None:
 
 def run_export(store: Store, args: argparse.Namespace) -> None:
     """The zip."""
-    from lab.archive import export_session
+    from engram_lab.lab.archive import export_session
 
     if args.out == "-":
         whole = io.BytesIO()
@@ -143,8 +143,8 @@ def run_export(store: Store, args: argparse.Namespace) -> None:
 
 def run_html(store: Store, args: argparse.Namespace) -> None:
     """The page."""
-    from lab.cli import write
-    from lab.report_html import html_report
+    from engram_lab.lab.cli import write
+    from engram_lab.lab.report_html import html_report
 
     if args.out == "-":
         write("-", html_report(store, args.name))
@@ -157,7 +157,7 @@ def run_html(store: Store, args: argparse.Namespace) -> None:
 
 def run_import(store: Store, args: argparse.Namespace) -> None:
     """Into the store, under the session's own name or another one."""
-    from lab.archive import import_session
+    from engram_lab.lab.archive import import_session
 
     session = import_session(store, args.file, args.new_name)
     print(f'Imported "{session.name}" with {_runs(session)}; see: engram-lab session show {shlex.quote(session.name)}')
@@ -172,7 +172,7 @@ def run_rename(store: Store, args: argparse.Namespace) -> None:
 
 def run_note(store: Store, args: argparse.Namespace) -> None:
     """The note, the tags, or both."""
-    from models.errors import DataError
+    from engram_lab.models.errors import DataError
 
     if args.text is None and args.file is None and args.tag is None:
         raise DataError("There is nothing to change: give --text or --file for the note, or --tag or --no-tags.")
@@ -198,7 +198,7 @@ def run_delete(store: Store, args: argparse.Namespace) -> None:
 
 def run_undelete(store: Store, args: argparse.Namespace) -> None:
     """Back among the others."""
-    from models.errors import DataError
+    from engram_lab.models.errors import DataError
 
     gone = [own for own in store.sessions(deleted=True) if own.name == args.name or own.id == args.name]
     if not gone:
@@ -215,7 +215,7 @@ def run_undelete(store: Store, args: argparse.Namespace) -> None:
 
 def _new_file(args: argparse.Namespace) -> Path:
     """The file to write; DataError where it cannot be, before any work is done."""
-    from models.errors import DataError
+    from engram_lab.models.errors import DataError
 
     out = Path(args.out)
     if out.is_dir():

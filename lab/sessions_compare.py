@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from lab import compare_figures, labels, page, reopened, runner
-from lab.sessions_page import figure, short
-from lab.store import RunInfo, SessionInfo
-from probes.base import Report
+from engram_lab.lab import compare_figures, labels, page, reopened, runner
+from engram_lab.lab.sessions_page import figure, short
+from engram_lab.lab.store import RunInfo, SessionInfo
+from engram_lab.probes.base import Report
 
 
 def comparison(session: SessionInfo) -> None:

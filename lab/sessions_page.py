@@ -13,14 +13,14 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import archive, export, labels, page, reopened, report_html, runner, texts
-from lab.fronts import front
-from lab.open_models import settings
-from lab.store import RunInfo, SessionInfo
-from models.errors import LabError
-from models.handle import Handle
-from probes import PROBES
-from probes.base import Report
+from engram_lab.lab import archive, export, labels, page, reopened, report_html, runner, texts
+from engram_lab.lab.fronts import front
+from engram_lab.lab.open_models import settings
+from engram_lab.lab.store import RunInfo, SessionInfo
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import PROBES
+from engram_lab.probes.base import Report
 
 SHOWN = 12  # sessions at once
 LARGEST_ARCHIVE = 64  # MB

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Copy, measure the early checkpoint on the whole held-out split, write card.json into each folder."""
-    from models.errors import CheckpointError
+    from engram_lab.models.errors import CheckpointError
 
     try:
         engram, dense = (
@@ -66,8 +66,8 @@ def shortened(training: dict[str, Any], point: dict[str, Any], run: Path) -> dic
     import torch
     from transformers import AutoModelForCausalLM
 
-    from models.data import PackedStream
-    from models.train import held_out_loss
+    from engram_lab.models.data import PackedStream
+    from engram_lab.models.train import held_out_loss
 
     folder = run / "engram" / "points" / f"step-{point['step']:06d}"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

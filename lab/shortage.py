@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import torch
 
-from models.errors import LabError, OutOfMemoryError
-from models.handle import Handle
+from engram_lab.models.errors import LabError, OutOfMemoryError
+from engram_lab.models.handle import Handle
 
 _WORDS = ("can't allocate memory", "DefaultCPUAllocator", "not enough memory", "Unable to allocate", "out of memory")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}

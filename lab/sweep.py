@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from lab.fronts import FRONTS, front
+from engram_lab.lab.fronts import FRONTS, front
 
 MOST_CELLS = 10_000
 _KEYS = ("probe", "name", "note", "tags", "out", "options", "models", "prompts")
@@ -99,7 +99,7 @@ def read(path: Path) -> Sweep:
 
 
 def _error(path: Path, what: str) -> Exception:
-    from models.errors import DataError
+    from engram_lab.models.errors import DataError
 
     return DataError(f"{path} {what}.")
 
@@ -179,7 +179,7 @@ def _cells(path: Path, probe: str, options: Mapping[str, Any], axes: tuple[str, 
 
 def _parser(probe: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.Action]]:
     """The parser of `engram-lab probe PROBE`, without its outputs, and its options by name."""
-    from lab.cli import Parser
+    from engram_lab.lab.cli import Parser
 
     parser = Parser(prog=f"engram-lab probe {probe}", allow_abbrev=False)
     front(probe).add_arguments(parser)
@@ -195,8 +195,8 @@ def _cell(
     parser: argparse.ArgumentParser, known: Mapping[str, argparse.Action], probe: str, values: dict[str, Any],
     folder: Path,
 ) -> Cell:  # fmt: skip
-    from lab.cli import BadUsageError
-    from models.errors import LabError
+    from engram_lab.lab.cli import BadUsageError
+    from engram_lab.models.errors import LabError
 
     words = [word for name, value in values.items() for word in _words(name, value, known[name], folder)]
     try:
@@ -240,7 +240,7 @@ def _text(name: str, value: Any, action: argparse.Action, folder: Path) -> str:
 
 def _model(name: str, folder: Path) -> str:
     """A shipped name or a hub id as it is; the path of a folder or file from where the sweep's own file lies."""
-    from models.loading import FETCHABLE, SHIPPED
+    from engram_lab.models.loading import FETCHABLE, SHIPPED
 
     path = folder / Path(name).expanduser()
     if not name.strip() or name in FETCHABLE or (SHIPPED / name / "config.json").is_file() or not path.exists():

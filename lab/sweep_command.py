@@ -11,13 +11,13 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments
+from engram_lab.lab.fronts import arguments
 
 if TYPE_CHECKING:
-    from lab.store import Store
-    from lab.sweep import Sweep
-    from lab.sweep_run import Job, Ledger, Outcome
-    from probes.base import Progress
+    from engram_lab.lab.store import Store
+    from engram_lab.lab.sweep import Sweep
+    from engram_lab.lab.sweep_run import Job, Ledger, Outcome
+    from engram_lab.probes.base import Progress
 
 FAILED, INTERRUPTED = 1, 130
 SHOWN = 24  # cells listed in the summary
@@ -57,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the sweep, keep its runs, write its table and say what came of it."""
-    from lab import sweep as sweeps
-    from lab import sweep_table
-    from lab.store import naming, open_store
+    from engram_lab.lab import sweep as sweeps
+    from engram_lab.lab import sweep_table
+    from engram_lab.lab.store import naming, open_store
 
     sweep = sweeps.read(args.file)
     out, session = args.out or sweep.out, naming.clean_name(sweep.name if args.session is None else args.session)
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, sweep: Sweep, store: Store, session: str, out: Path | None) -> int:
-    from lab import sweep_table
-    from lab.sweep_run import Ledger, jobs_of
+    from engram_lab.lab import sweep_table
+    from engram_lab.lab.sweep_run import Ledger, jobs_of
 
     jobs, ledger = jobs_of(sweep), Ledger(store, sweep, session, args.fresh)
     outcomes: list[Outcome] = []
@@ -107,15 +107,15 @@ def _run(args: argparse.Namespace, sweep: Sweep, store: Store, session: str, out
 
 def _outcomes(sweep: Sweep, jobs: Sequence[Job], ledger: Ledger, address: str | None) -> Generator[Outcome]:
     """The outcomes as they come, with a line of progress on a terminal."""
-    from lab.cli import progress_line
-    from lab.sweep_run import run_here
+    from engram_lab.lab.cli import progress_line
+    from engram_lab.lab.sweep_run import run_here
 
     with progress_line() as show, contextlib.ExitStack() as stack:
         line = None if show is None else Line(show, jobs)
         if address is None:
             found = run_here(sweep, jobs, ledger, None if line is None else line.within)
         else:
-            from lab.sweep_dask import connected, run_there
+            from engram_lab.lab.sweep_dask import connected, run_there
 
             found = run_there(sweep, jobs, ledger, stack.enter_context(connected(address)))
         stack.enter_context(contextlib.closing(found))
@@ -168,7 +168,7 @@ def duration(seconds: float) -> str:
 
 def _tell(sweep: Sweep, found: dict[int, Outcome]) -> None:
     """A short table of the cells, and what failed."""
-    from lab.sweep import shown
+    from engram_lab.lab.sweep import shown
 
     rows: list[list[Any]] = [["cell", *sweep.axes, "outcome"]]
     for cell, outcome in sorted(found.items())[:SHOWN]:
@@ -199,7 +199,7 @@ def _state(outcome: Outcome) -> str:
 
 def _warn(found: dict[int, Outcome]) -> None:
     """One line if runs of other versions stand in the table."""
-    from probes.base import versions
+    from engram_lab.probes.base import versions
 
     old = [outcome.run for outcome in found.values() if outcome.run and outcome.run.versions != versions()]
     if old:

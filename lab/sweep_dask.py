@@ -16,12 +16,12 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lab.store import environment
-from lab.sweep import ModelKey, Sweep
-from lab.sweep_run import Job, Ledger, OpenModels, Outcome, compute, identity, sentence
-from models.errors import Cancelled, LabError
-from models.loading import first_line
-from probes.base import Report
+from engram_lab.lab.store import environment
+from engram_lab.lab.sweep import ModelKey, Sweep
+from engram_lab.lab.sweep_run import Job, Ledger, OpenModels, Outcome, compute, identity, sentence
+from engram_lab.models.errors import Cancelled, LabError
+from engram_lab.models.loading import first_line
+from engram_lab.probes.base import Report
 
 if TYPE_CHECKING:
     from distributed import Client

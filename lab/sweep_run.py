@@ -14,14 +14,14 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lab.fronts import front, settled
-from lab.store import RunInfo, Store, UnknownSessionError, run_request
-from lab.sweep import Cell, ModelKey, Sweep
-from models.errors import LabError
-from models.handle import Handle, open_model
-from models.loading import first_line
-from probes import PROBES
-from probes.base import ModelProtocol, Progress, Protocol, Report
+from engram_lab.lab.fronts import front, settled
+from engram_lab.lab.store import RunInfo, Store, UnknownSessionError, run_request
+from engram_lab.lab.sweep import Cell, ModelKey, Sweep
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.loading import first_line
+from engram_lab.probes import PROBES
+from engram_lab.probes.base import ModelProtocol, Progress, Protocol, Report
 
 KEPT_MODELS = 3  # open at a time, or as many as one cell needs
 DEPENDS = "depends.json"  # the attachment with what a result depends on beside its request

@@ -8,20 +8,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import front
-from lab.sweep import Sweep
+from engram_lab.lab.fronts import front
+from engram_lab.lab.sweep import Sweep
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from probes.base import Report
+    from engram_lab.probes.base import Report
 
 ENDINGS = (".parquet", ".csv")
 
 
 def check(path: Path) -> None:
     """LabError for a table that cannot be written, before the work that would be lost."""
-    from models.errors import LabError
+    from engram_lab.models.errors import LabError
 
     if path.suffix.lower() not in ENDINGS:
         raise LabError(f"--out is {path}: a table ends in .parquet or .csv.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from probes.sensitivity import Item, TextSet
+    from engram_lab.probes.sensitivity import Item, TextSet
 
 TEXTS = Path(__file__).resolve().parent.parent / "assets" / "texts"
 HELD_OUT = "held_out.txt"
@@ -30,7 +30,9 @@ def held_out() -> tuple[str, ...]:
 
 def lines_of(raw: bytes, name: str) -> tuple[str, ...]:
     """The texts of a file, one a line, blank lines left out; DataError if it is not UTF-8 or holds none."""
-    from models.errors import DataError  # brings torch with it, which the command line's --help need not wait for
+    from engram_lab.models.errors import (
+        DataError,  # brings torch with it, which the command line's --help need not wait for
+    )
 
     try:
         text = raw.decode("utf-8-sig")
@@ -44,8 +46,8 @@ def lines_of(raw: bytes, name: str) -> tuple[str, ...]:
 
 def items_of(raw: bytes, name: str) -> tuple[Item, ...]:
     """Items of a .jsonl with "prompt", "answer" and maybe "context", or whole texts, one a line. Raises DataError."""
-    from models.errors import DataError
-    from probes.sensitivity import Item
+    from engram_lab.models.errors import DataError
+    from engram_lab.probes.sensitivity import Item
 
     lines = lines_of(raw, name)
     if not name.endswith(".jsonl"):
@@ -67,7 +69,7 @@ def items_of(raw: bytes, name: str) -> tuple[Item, ...]:
 @cache
 def shipped_sets() -> tuple[TextSet, ...]:
     """Facts to complete from memory, answers to read from the text before, and whole sentences; all written by us."""
-    from probes.sensitivity import TextSet
+    from engram_lab.probes.sensitivity import TextSet
 
     files = {"facts": "facts.jsonl", "reading": "reading.jsonl", "sentences": HELD_OUT}
     return tuple(TextSet(name, items_of((TEXTS / file).read_bytes(), file)) for name, file in files.items())

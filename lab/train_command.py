@@ -68,8 +68,8 @@ def mean_kl(
     On a copy, so that tracing leaves the model in training alone. Documents are not kept apart here: the curve is
     that of the probe, which runs one text at a time.
     """
-    from models.handle import Handle
-    from probes.lens_math import lens_statistics
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.lens_math import lens_statistics
 
     handle = Handle(copy.deepcopy(model).eval(), tokenizer, "in training")
     try:
@@ -89,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
     from transformers.utils import logging
 
-    from models.data import prepare
-    from models.train import TrainConfig, Trainer
+    from engram_lab.models.data import prepare
+    from engram_lab.models.train import TrainConfig, Trainer
 
     logging.disable_progress_bar()  # one for every file saved would break up that of the run
     if args.threads:

@@ -14,9 +14,9 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
-from lab import labels
-from lab.figures import LAYER_AXIS, titled
-from lab.theme import PALETTES, SEQUENTIAL, Mode
+from engram_lab.lab import labels
+from engram_lab.lab.figures import LAYER_AXIS, titled
+from engram_lab.lab.theme import PALETTES, SEQUENTIAL, Mode
 
 Card = Mapping[str, Any]
 

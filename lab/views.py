@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.errors import DataError
+from engram_lab.models.errors import DataError
 
 MOST_WIDGETS, MOST_ITEMS, LONGEST_TEXT = 200, 1000, 200_000
 MOST_FILES, LARGEST_FILE = 8, 4 << 20  # bytes; what the uploaders of the pages take

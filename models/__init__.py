@@ -3,6 +3,6 @@
 Importing it registers the Engram with transformers' auto classes.
 """
 
-from models.engram import EngramConfig, EngramForCausalLM, EngramModel
+from engram_lab.models.engram import EngramConfig, EngramForCausalLM, EngramModel
 
 __all__ = ["EngramConfig", "EngramForCausalLM", "EngramModel"]

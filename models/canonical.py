@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Regex, normalizers
 
-from models.errors import TokenizerMismatchError
+from engram_lab.models.errors import TokenizerMismatchError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from models.errors import DataError
+from engram_lab.models.errors import DataError
 
 START, PAD = "<|endoftext|>", "<|pad|>"
 HELD_OUT_SHARE = 200  # one document in so many is never trained on

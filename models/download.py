@@ -29,8 +29,8 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 
-from models import loading, weightfiles
-from models.errors import CheckpointError, LabError, UnknownModelError
+from engram_lab.models import loading, weightfiles
+from engram_lab.models.errors import CheckpointError, LabError, UnknownModelError
 
 Progress = Callable[[float, str], None]
 """Called with a fraction of the whole and what is being done; it cancels by raising."""

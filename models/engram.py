@@ -26,8 +26,8 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaPreTrainedModel, LlamaRMSNorm
 
-from models.canonical import canonical_map, map_sha256, tokenizer_sha256
-from models.hashing import NgramHash, layer_multipliers, rows_per_order, table_primes
+from engram_lab.models.canonical import canonical_map, map_sha256, tokenizer_sha256
+from engram_lab.models.hashing import NgramHash, layer_multipliers, rows_per_order, table_primes
 
 GATES = ("paper", "demo", "v41")
 # transformers renamed the argument in 5.24.

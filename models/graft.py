@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from models import loading
-from models.canonical import canonical_map, map_sha256, tokenizer_sha256
-from models.engram import CACHE_ARGUMENT, EngramConfig, EngramMemory, MemoryStack, state_layers
-from models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError
-from models.handle import Handle
-from models.layouts import find_layout
-from models.weightfiles import short
+from engram_lab.models import loading
+from engram_lab.models.canonical import canonical_map, map_sha256, tokenizer_sha256
+from engram_lab.models.engram import CACHE_ARGUMENT, EngramConfig, EngramMemory, MemoryStack, state_layers
+from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError
+from engram_lab.models.handle import Handle
+from engram_lab.models.layouts import find_layout
+from engram_lab.models.weightfiles import short
 
 FILE = "graft.json"
 FORMAT = "engram-lab graft 1"

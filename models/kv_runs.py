@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
-from models.errors import LabError, PromptError
-from models.handle import Handle
-from models.kv import KV, KVError, join, shared_cache
-from models.loading import first_line
-from models.tracing import pin_source
+from engram_lab.models.errors import LabError, PromptError
+from engram_lab.models.handle import Handle
+from engram_lab.models.kv import KV, KVError, join, shared_cache
+from engram_lab.models.loading import first_line
+from engram_lab.models.tracing import pin_source
 
 pin_source(__file__)
 _checked: weakref.WeakSet[Handle] = weakref.WeakSet()  # handles that check_kv has passed

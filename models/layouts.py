@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from models.errors import CheckpointError
+from engram_lab.models.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -27,8 +27,8 @@ from transformers import (
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from models import weightfiles
-from models.errors import CheckpointError, LabError, UnknownModelError
+from engram_lab.models import weightfiles
+from engram_lab.models.errors import CheckpointError, LabError, UnknownModelError
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "models"
 FETCHABLE = ("smollm2-135m",)  # what models.download can bring
@@ -213,7 +213,7 @@ def choose_dtype(dtype: str | torch.dtype | None, device: torch.device, stored: 
 def load(path: Path, device: torch.device, dtype: str | torch.dtype | None, trust_remote_code: bool) -> Loaded:
     """Read the checkpoint at `path` (see resolve) onto `device`, in eval mode; else CheckpointError."""
     if (path / "graft.json").is_file():
-        from models.graft import load_grafted
+        from engram_lab.models.graft import load_grafted
 
         return load_grafted(path, device, dtype, trust_remote_code)
     with _quiet():
@@ -228,7 +228,7 @@ def load(path: Path, device: torch.device, dtype: str | torch.dtype | None, trus
                 f'{path.name} does not fit into the memory of {device}: use device="cpu" or dtype="bfloat16".'
             ) from error
     if getattr(loaded.model.config, "engram_layer_ids", None):
-        from models.canonical import check_map
+        from engram_lab.models.canonical import check_map
 
         check_map(loaded.model, loaded.tokenizer)
     return loaded

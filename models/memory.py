@@ -16,13 +16,13 @@ import nnsight
 import torch
 from torch import Tensor
 
-from models.engram import EngramMemory, MemoryStack
-from models.errors import LabError
-from models.handle import Handle
-from models.tracing import pin_source
+from engram_lab.models.engram import EngramMemory, MemoryStack
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.tracing import pin_source
 
 if TYPE_CHECKING:
-    from models.overlay import Patch
+    from engram_lab.models.overlay import Patch
 
 pin_source(__file__)
 

@@ -21,9 +21,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from models.errors import LabError
-from models.handle import Handle
-from models.memory import memories
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import memories
 
 FORMAT = "engram-lab overlay 1"
 MAX_BYTES = 256 << 20  # of a file that is read

@@ -17,14 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from models import loading
-from models.canonical import tokenizer_sha256
-from models.data import PackedStream
-from models.errors import DataError
-from models.handle import Handle
-from models.memory import memories
-from models.ngrams import Batch, count_ngrams, row_counts
-from models.train import TrainConfig
+from engram_lab.models import loading
+from engram_lab.models.canonical import tokenizer_sha256
+from engram_lab.models.data import PackedStream
+from engram_lab.models.errors import DataError
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import memories
+from engram_lab.models.ngrams import Batch, count_ngrams, row_counts
+from engram_lab.models.train import TrainConfig
 
 ABOUT = "row_counts"  # the key of the metadata
 FOLDER = "row_hits"  # beside the folder of the shipped models, which is read for weights

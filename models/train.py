@@ -28,10 +28,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from models.data import PackedStream
-from models.engram import EngramConfig, EngramForCausalLM, EngramModel
-from models.errors import CheckpointError, DataError
-from models.optim import LinearCrossEntropy, Muon, fast_bf16
+from engram_lab.models.data import PackedStream
+from engram_lab.models.engram import EngramConfig, EngramForCausalLM, EngramModel
+from engram_lab.models.errors import CheckpointError, DataError
+from engram_lab.models.optim import LinearCrossEntropy, Muon, fast_bf16
 
 GATE_BINS = 40
 

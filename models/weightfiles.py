@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor
 
-from models.errors import CheckpointError
+from engram_lab.models.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hashlib import _Hash

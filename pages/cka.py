@@ -6,13 +6,13 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import cka_figures, figures, labels, page, reference, runner
-from lab.fronts.cka import shipped
-from models.errors import LabError
-from probes.base import Report
-from probes.cka import CKAConfig, looks_like
-from probes.logit_lens import LensConfig
-from probes.points import ALL, ENTITY, LAST, Sentence, read_sentences, take
+from engram_lab.lab import cka_figures, figures, labels, page, reference, runner
+from engram_lab.lab.fronts.cka import shipped
+from engram_lab.models.errors import LabError
+from engram_lab.probes.base import Report
+from engram_lab.probes.cka import CKAConfig, looks_like
+from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.points import ALL, ENTITY, LAST, Sentence, read_sentences, take
 
 FIRST = 200  # sentences that the page opens with: enough for narrow intervals, and seconds to run
 HALF = 475  # pixels of a chart, of which two fit side by side on a wide window

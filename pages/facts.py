@@ -6,7 +6,7 @@ from functools import partial
 
 import streamlit as st
 
-from lab import facts_page, facts_users, facts_views
+from engram_lab.lab import facts_page, facts_users, facts_views
 
 CHECK = "Write and check"
 SETS = {"Density": facts_views.density, "Layers": facts_views.layers, "Alternatives": facts_views.alternatives}

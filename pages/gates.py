@@ -7,12 +7,12 @@ import math
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import gates_figures, gates_summaries, map_page, page, reference, runner, texts
-from lab.gates_figures import CHANGED, CONTROL_NAMES, KNOCK_OUT
-from models.errors import LabError
-from models.handle import Handle
-from probes.base import Report
-from probes.gates import ControlRun, GatesConfig
+from engram_lab.lab import gates_figures, gates_summaries, map_page, page, reference, runner, texts
+from engram_lab.lab.gates_figures import CHANGED, CONTROL_NAMES, KNOCK_OUT
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes.base import Report
+from engram_lab.probes.gates import ControlRun, GatesConfig
 
 AS_IT_IS, ALL_LAYERS = "as it is", "all layers"
 

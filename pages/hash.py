@@ -8,11 +8,11 @@ import streamlit as st
 import torch
 from torch import Tensor
 
-from lab import hash_steps, labels, memory_page, page, runner
-from models import ngrams
-from models.errors import LabError
-from models.hashing import NgramHash
-from models.memory import memories
+from engram_lab.lab import hash_steps, labels, memory_page, page, runner
+from engram_lab.models import ngrams
+from engram_lab.models.errors import LabError
+from engram_lab.models.hashing import NgramHash
+from engram_lab.models.memory import memories
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from lab import kv_experiments, kv_page, kv_run_experiments
+from engram_lab.lab import kv_experiments, kv_page, kv_run_experiments
 
 # With a scenario; the others have texts of their own, or take all scenarios.
 ONE = {

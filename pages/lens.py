@@ -8,11 +8,11 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import figures, labels, lens_summaries, map_page, page, reference, runner, texts
-from models.handle import Handle
-from probes.base import Report
-from probes.logit_lens import LensConfig, TunedReading
-from probes.tuned_lens import find
+from engram_lab.lab import figures, labels, lens_summaries, map_page, page, reference, runner, texts
+from engram_lab.models.handle import Handle
+from engram_lab.probes.base import Report
+from engram_lab.probes.logit_lens import LensConfig, TunedReading
+from engram_lab.probes.tuned_lens import find
 
 # What the map's colours can show, in the words of the URL.
 MEASURES: dict[str, figures.Measure] = {

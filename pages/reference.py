@@ -6,8 +6,8 @@ from pathlib import Path
 
 import streamlit as st
 
-from lab import page, reference, reference_entry
-from lab.reference import ENTRIES
+from engram_lab.lab import page, reference, reference_entry
+from engram_lab.lab.reference import ENTRIES
 
 
 def main() -> None:

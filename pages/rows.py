@@ -6,12 +6,12 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from lab import labels, memory_page, page, reference, rows_figures, runner, texts
-from models.engram import gate_ceiling
-from models.ngrams import engram_model
-from probes.base import Report
-from probes.points import read_sentences
-from probes.rows import RowsConfig
+from engram_lab.lab import labels, memory_page, page, reference, rows_figures, runner, texts
+from engram_lab.models.engram import gate_ceiling
+from engram_lab.models.ngrams import engram_model
+from engram_lab.probes.base import Report
+from engram_lab.probes.points import read_sentences
+from engram_lab.probes.rows import RowsConfig
 
 ENTITIES = "entities.bio"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import streamlit as st
 
-from lab import labels, page, reference, runner, sensitivity_figures, texts
-from models.errors import DataError
-from probes.sensitivity import SensitivityConfig, TextSet
+from engram_lab.lab import labels, page, reference, runner, sensitivity_figures, texts
+from engram_lab.models.errors import DataError
+from engram_lab.probes.sensitivity import SensitivityConfig, TextSet
 
 # What a control does, in a word -> its name in the request
 WORDS = {"memory off": "off", "rows zeroed": "zeroed", "rows shuffled": "shuffled", "table of one row": "one_row"}

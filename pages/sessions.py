@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from lab import sessions_compare, sessions_page
+from engram_lab.lab import sessions_compare, sessions_page
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-from lab import card, diagram, labels, runner, sessions_page, texts, training_figures
+from engram_lab.lab import card, diagram, labels, runner, sessions_page, texts, training_figures
 
 # A page -> what it answers.
 QUESTIONS = {

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.handle import Handle
-from models.memory import Edit, MemoryRead, edited_logits, memories
-from probes.base import Array, Progress, Record
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import Edit, MemoryRead, edited_logits, memories
+from engram_lab.probes.base import Array, Progress, Record
 
 # Tokens at once in a knock-out: a few forwards of a long prompt, many of a short one.
 TOKENS = 4096

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from models.errors import DataError
-from probes import PROBES
+from engram_lab.models.errors import DataError
+from engram_lab.probes import PROBES
 
 if TYPE_CHECKING:
-    from models.handle import Handle
+    from engram_lab.models.handle import Handle
 
 # Told the fraction done, 0 to 1, and what is being done; it may raise models.errors.Cancelled to stop.
 Progress = Callable[[float, str], None]

@@ -15,11 +15,11 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from models.errors import LabError, PromptError
-from models.handle import Handle
-from probes import cka_math
-from probes.base import Array, Progress, Protocol, Record, Report
-from probes.points import ENTITY, LAST, POINTS, choose
+from engram_lab.models.errors import LabError, PromptError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import cka_math
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.points import ENTITY, LAST, POINTS, choose
 
 # One sentence for each figure, to print beside it.
 DEFINITIONS = {

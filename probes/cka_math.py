@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.errors import LabError
+from engram_lab.models.errors import LabError
 
 MIN_POINTS = 4  # HSIC_1 divides by n - 3
 NEAREST = 5  # layers in a soft alignment

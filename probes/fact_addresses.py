@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.handle import Handle
-from models.memory import addresses, memories
-from models.ngrams import lookbacks
-from models.overlay import Overlay
-from probes.fact_sets import Expected, StatedFact, encoded, recall_items
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import addresses, memories
+from engram_lab.models.ngrams import lookbacks
+from engram_lab.models.overlay import Overlay
+from engram_lab.probes.fact_sets import Expected, StatedFact, encoded, recall_items
 
 NAMES = ("Quinn", "Omar")  # who takes the user's place in an alias
 

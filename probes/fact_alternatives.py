@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from models.engram import CACHE_ARGUMENT
-from models.errors import DataError
-from models.handle import Handle
-from models.memory import memories
-from models.overlay import Overlay, prepare
-from probes.base import Progress, Protocol, Report
-from probes.fact_alternatives_result import (
+from engram_lab.models.engram import CACHE_ARGUMENT
+from engram_lab.models.errors import DataError
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import memories
+from engram_lab.models.overlay import Overlay, prepare
+from engram_lab.probes.base import Progress, Protocol, Report
+from engram_lab.probes.fact_alternatives_result import (
     AS_FAR,
     CLOSED,
     DEFINITIONS,
@@ -44,8 +44,8 @@ from probes.fact_alternatives_result import (
     prompts_of,
     summarise,
 )
-from probes.fact_lora import Adapter, Coded, train_adapters
-from probes.fact_sets import StatedFact, Writing, encoded, one_of, write
+from engram_lab.probes.fact_lora import Adapter, Coded, train_adapters
+from engram_lab.probes.fact_sets import StatedFact, Writing, encoded, one_of, write
 
 __all__ = [
     "DEFINITIONS",

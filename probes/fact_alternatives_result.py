@@ -13,9 +13,9 @@ from typing import Annotated
 
 import numpy as np
 
-from models.errors import DataError, LabError
-from probes.base import Array, Record
-from probes.fact_sets import (
+from engram_lab.models.errors import DataError, LabError
+from engram_lab.probes.base import Array, Record
+from engram_lab.probes.fact_sets import (
     MAX_STEPS,
     Expected,
     StatedFact,

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.engram import gate_ceiling
-from models.errors import LabError
-from models.handle import Handle
-from models.memory import Edit, memories, read_memory
-from models.overlay import Overlay, check_overlay, prepare
-from probes import fact_locality, fact_sets
-from probes.base import Array, Progress, Protocol, Record, Report
-from probes.fact_addresses import EditedReads, alias_items
-from probes.fact_locality import Locality, locality
-from probes.fact_sets import (
+from engram_lab.models.engram import gate_ceiling
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import Edit, memories, read_memory
+from engram_lab.models.overlay import Overlay, check_overlay, prepare
+from engram_lab.probes import fact_locality, fact_sets
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.fact_addresses import EditedReads, alias_items
+from engram_lab.probes.fact_locality import Locality, locality
+from engram_lab.probes.fact_sets import (
     WRITING,
     Asked,
     Score,
@@ -42,8 +42,8 @@ from probes.fact_sets import (
     score,
     write,
 )
-from probes.fact_writing import WriteReport
-from probes.gate_statistics import learned_ceilings
+from engram_lab.probes.fact_writing import WriteReport
+from engram_lab.probes.gate_statistics import learned_ceilings
 
 DEFINITIONS = fact_sets.DEFINITIONS | fact_locality.DEFINITIONS | {
     "gate": "The gate at the trigger's position; the ceiling is sigmoid(d^(1/4)), or sigmoid(sqrt d), "

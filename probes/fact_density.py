@@ -14,12 +14,12 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from models.errors import DataError
-from models.handle import Handle
-from models.overlay import Overlay, Stack, prepare
-from probes.base import Array, Progress, Protocol, Record, Report
-from probes.fact_addresses import address_groups
-from probes.fact_sets import (
+from engram_lab.models.errors import DataError
+from engram_lab.models.handle import Handle
+from engram_lab.models.overlay import Overlay, Stack, prepare
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.fact_addresses import address_groups
+from engram_lab.probes.fact_sets import (
     WRITING,
     Asked,
     Expected,
@@ -33,7 +33,7 @@ from probes.fact_sets import (
     recall_items,
     write,
 )
-from probes.fact_writing import encode_facts
+from engram_lab.probes.fact_writing import encode_facts
 
 DEFINITIONS = {
     "top1": "Share of facts whose answer the model says, written with so many others.",

@@ -11,14 +11,14 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from models.errors import LabError
-from models.handle import Handle
-from models.memory import memories
-from models.overlay import prepare
-from probes import fact_sets
-from probes.base import Array, Progress, Protocol, Record, Report
-from probes.fact_check import places_of
-from probes.fact_sets import (
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import memories
+from engram_lab.models.overlay import prepare
+from engram_lab.probes import fact_sets
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.fact_check import places_of
+from engram_lab.probes.fact_sets import (
     WRITING,
     StatedFact,
     Writing,

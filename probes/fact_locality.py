@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.handle import Handle
-from models.memory import addresses, memories
-from models.overlay import Overlay, Patch, prepare
-from probes.base import Array, Record
-from probes.fact_addresses import EditedReads, address_groups
-from probes.fact_sets import StatedFact, batches, before_and_after, encoded, kl, logits_of, recall_items
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import addresses, memories
+from engram_lab.models.overlay import Overlay, Patch, prepare
+from engram_lab.probes.base import Array, Record
+from engram_lab.probes.fact_addresses import EditedReads, address_groups
+from engram_lab.probes.fact_sets import StatedFact, batches, before_and_after, encoded, kl, logits_of, recall_items
 
 DISTANCES = 16  # the trigger's position and 15 behind it
 DEFINITIONS = {

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from models.errors import LabError
-from models.graft import twin
-from models.handle import Handle
-from probes.base import Progress
+from engram_lab.models.errors import LabError
+from engram_lab.models.graft import twin
+from engram_lab.models.handle import Handle
+from engram_lab.probes.base import Progress
 
 # What makes queries, keys and values: Llama and its like; GPT-NeoX; GPT-2. The latter two make them in one.
 PROJECTIONS = ({"q_proj", "k_proj", "v_proj"}, {"query_key_value"}, {"c_attn"})

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.errors import DataError, LabError
-from models.handle import Handle
-from models.overlay import Fact, Overlay, Patch, Stack, prepare
-from probes.base import Array, Progress, Record
-from probes.fact_writing import METHODS, WriteReport, encode_facts, write_facts
-from probes.gate_statistics import token_text
+from engram_lab.models.errors import DataError, LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.overlay import Fact, Overlay, Patch, Stack, prepare
+from engram_lab.probes.base import Array, Progress, Record
+from engram_lab.probes.fact_writing import METHODS, WriteReport, encode_facts, write_facts
+from engram_lab.probes.gate_statistics import token_text
 
 Edits = Patch | Sequence[Overlay | Stack | None]
 MAX_STEPS, MAX_RATE = 1000, 1000

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.errors import LabError, PromptError, TargetError
-from models.handle import Handle
-from models.memory import addresses, memories
-from models.overlay import Fact, LayerRows, Overlay, Patch, RowLookup
-from probes.base import Array, Progress, Record, versions
-from probes.upper_part import Example, UpperPart
+from engram_lab.models.errors import LabError, PromptError, TargetError
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import addresses, memories
+from engram_lab.models.overlay import Fact, LayerRows, Overlay, Patch, RowLookup
+from engram_lab.probes.base import Array, Progress, Record, versions
+from engram_lab.probes.upper_part import Example, UpperPart
 
 Method = Literal["closed_form", "optimised"]
 METHODS: tuple[Method, ...] = get_args(Method)

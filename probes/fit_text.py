@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from models.data import documents, is_held_out
-from models.errors import DataError
-from models.handle import Handle
+from engram_lab.models.data import documents, is_held_out
+from engram_lab.models.errors import DataError
+from engram_lab.models.handle import Handle
 
 CHARACTERS = 8  # of a token, more than any tokenizer has on average: bounds what is kept of a long text
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from models.canonical import normalise
-from models.engram import gate_value
-from models.handle import Handle
-from models.memory import memories
-from models.ngrams import engram_model
-from probes.base import Record
+from engram_lab.models.canonical import normalise
+from engram_lab.models.engram import gate_value
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import memories
+from engram_lab.models.ngrams import engram_model
+from engram_lab.probes.base import Record
 
 
 @dataclass(frozen=True, eq=False)

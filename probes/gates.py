@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.engram import gate_ceiling
-from models.errors import LabError, PromptError
-from models.handle import Handle, single_token
-from models.memory import CONTROLS, Edit, MemoryRead, check_edit, memories, read_memory
-from probes.attribution import Attribution, KnockOut, attribution, knock_out, parts, targets_of
-from probes.base import Array, Progress, Protocol, Record, Report, arrays_of
-from probes.gate_statistics import Ngram, canonical_map, learned_ceilings, ranking, spearman, token_text
-from probes.lens_math import lens_statistics
-from probes.logit_lens import mean_interval, resample_weights, scalar_fields, spans_of
+from engram_lab.models.engram import gate_ceiling
+from engram_lab.models.errors import LabError, PromptError
+from engram_lab.models.handle import Handle, single_token
+from engram_lab.models.memory import CONTROLS, Edit, MemoryRead, check_edit, memories, read_memory
+from engram_lab.probes.attribution import Attribution, KnockOut, attribution, knock_out, parts, targets_of
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, arrays_of
+from engram_lab.probes.gate_statistics import Ngram, canonical_map, learned_ceilings, ranking, spearman, token_text
+from engram_lab.probes.lens_math import lens_statistics
+from engram_lab.probes.logit_lens import mean_interval, resample_weights, scalar_fields, spans_of
 
 # One sentence for each figure, to print beside it.
 DEFINITIONS = {

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.errors import PromptError
-from models.handle import Handle
-from models.loading import first_line
-from probes.base import Record
-from probes.kv_scenario import FIELD, Scenario, encode, prompt_ids
+from engram_lab.models.errors import PromptError
+from engram_lab.models.handle import Handle
+from engram_lab.models.loading import first_line
+from engram_lab.probes.base import Record
+from engram_lab.probes.kv_scenario import FIELD, Scenario, encode, prompt_ids
 
 _MARK = "\ue000"  # stands for a turn's text while a chat template is filled in
 ROUNDS = 3  # of each measurement of time, of which the shortest counts

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.errors import LabError, PromptError, TargetError
-from models.handle import Handle
-from models.kv import KV, splice
-from models.kv_runs import Prefill, check_kv, prefill, recompute
-from models.rotary import Rotary, find_rotary, move
-from probes.base import Array, Progress, Protocol, Record, Report
-from probes.kv_append import ROUNDS, Timing, behind, seconds
-from probes.kv_scenario import texts_of
-from probes.kv_swap import check_request, one_of
+from engram_lab.models.errors import LabError, PromptError, TargetError
+from engram_lab.models.handle import Handle
+from engram_lab.models.kv import KV, splice
+from engram_lab.models.kv_runs import Prefill, check_kv, prefill, recompute
+from engram_lab.models.rotary import Rotary, find_rotary, move
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.kv_append import ROUNDS, Timing, behind, seconds
+from engram_lab.probes.kv_scenario import texts_of
+from engram_lab.probes.kv_swap import check_request, one_of
 
 PREFIX = (
     "You are the clerk of a small harbour. Answer from the page of today's log, and from nothing else. The harbour has "

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.handle import Handle
-from models.kv import KV, KVEdit, swap_each
-from models.kv_runs import continue_from, prefill
-from probes.base import Array, Progress, Record
-from probes.kv_scenario import Pair, texts_of
+from engram_lab.models.handle import Handle
+from engram_lab.models.kv import KV, KVEdit, swap_each
+from engram_lab.models.kv_runs import continue_from, prefill
+from engram_lab.probes.base import Array, Progress, Record
+from engram_lab.probes.kv_scenario import Pair, texts_of
 
 DEFINITIONS = {
     "score": "Logit of the new answer's first token minus that of the old answer's, at the last token.",

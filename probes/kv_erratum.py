@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.errors import LabError, TargetError
-from models.handle import Handle
-from models.kv import KV
-from models.kv_runs import check_kv, prefill
-from probes import kv_effects
-from probes.base import Array, Progress, Protocol, Record, Report
-from probes.kv_append import ROUNDS, Added, Timing, added, seconds
-from probes.kv_effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
-from probes.kv_scenario import Pair, Scenario, answer_ids, prepare, prompt_ids
-from probes.kv_swap import check_request, one_of
+from engram_lab.models.errors import LabError, TargetError
+from engram_lab.models.handle import Handle
+from engram_lab.models.kv import KV
+from engram_lab.models.kv_runs import check_kv, prefill
+from engram_lab.probes import kv_effects
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.kv_append import ROUNDS, Added, Timing, added, seconds
+from engram_lab.probes.kv_effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
+from engram_lab.probes.kv_scenario import Pair, Scenario, answer_ids, prepare, prompt_ids
+from engram_lab.probes.kv_swap import check_request, one_of
 
 VALUE, BEFORE = "{value}", "{before}"
 SAID = ("nothing", "erratum", "irrelevant", "wrong", "new prompt")

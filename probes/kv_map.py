@@ -13,15 +13,24 @@ from typing import Annotated
 
 import numpy as np
 
-from models.errors import LabError
-from models.handle import Handle
-from models.kv import KVEdit
-from models.kv_runs import check_kv
-from probes import kv_effects
-from probes.base import Array, Progress, Protocol, Record, Report
-from probes.kv_effects import Oracle, differing, edited, effects, oracle, oracle_sentence, rows_at_once, run_clean
-from probes.kv_scenario import Pair, Scenario, prepare
-from probes.kv_swap import check_request, one_of
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.kv import KVEdit
+from engram_lab.models.kv_runs import check_kv
+from engram_lab.probes import kv_effects
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.kv_effects import (
+    Oracle,
+    differing,
+    edited,
+    effects,
+    oracle,
+    oracle_sentence,
+    rows_at_once,
+    run_clean,
+)
+from engram_lab.probes.kv_scenario import Pair, Scenario, prepare
+from engram_lab.probes.kv_swap import check_request, one_of
 
 DEFINITIONS = kv_effects.DEFINITIONS | {
     "kl": "KL(donor || edited) in nats over the whole vocabulary, donor being the new prompt's clean run.",

@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.errors import LabError, PromptError
-from models.handle import Handle
-from models.kv import stack, swap
-from models.kv_runs import check_kv, continue_from, generate
-from probes import kv_effects
-from probes.base import Array, Progress, Protocol, Record, Report
-from probes.kv_append import behind, closing, tail
-from probes.kv_effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
-from probes.kv_scenario import Pair, Scenario, prepare
-from probes.kv_swap import check_request, one_of
+from engram_lab.models.errors import LabError, PromptError
+from engram_lab.models.handle import Handle
+from engram_lab.models.kv import stack, swap
+from engram_lab.models.kv_runs import check_kv, continue_from, generate
+from engram_lab.probes import kv_effects
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.kv_append import behind, closing, tail
+from engram_lab.probes.kv_effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
+from engram_lab.probes.kv_scenario import Pair, Scenario, prepare
+from engram_lab.probes.kv_swap import check_request, one_of
 
 SOURCES = ("old", "field", "new")
 CUE = "\nBefore the answer, once more what the text says:"

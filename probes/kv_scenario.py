@@ -12,11 +12,11 @@ from typing import Annotated
 
 import numpy as np
 
-from models.errors import AlignmentError, DataError, PromptError, TargetError
-from models.handle import Handle
-from models.loading import first_line
-from probes.base import Array, Record
-from probes.logit_lens import spans_of
+from engram_lab.models.errors import AlignmentError, DataError, PromptError, TargetError
+from engram_lab.models.handle import Handle
+from engram_lab.models.loading import first_line
+from engram_lab.probes.base import Array, Record
+from engram_lab.probes.logit_lens import spans_of
 
 FIELD = "{field}"
 ALIGN = ("refuse", "split")

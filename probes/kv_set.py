@@ -13,16 +13,16 @@ from typing import Annotated
 
 import numpy as np
 
-from models.errors import DataError, LabError
-from models.handle import Handle
-from models.kv import KVEdit, blank_each
-from models.kv_runs import check_kv, continue_from
-from probes import kv_effects, kv_knockout
-from probes.base import Array, Progress, Protocol, Record, Report
-from probes.kv_effects import edited, effects, oracle, oracle_sentence, run_clean
-from probes.kv_knockout import answer_kept, notes
-from probes.kv_scenario import Pair, Scenario, prepare
-from probes.kv_swap import check_request, one_of
+from engram_lab.models.errors import DataError, LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.kv import KVEdit, blank_each
+from engram_lab.models.kv_runs import check_kv, continue_from
+from engram_lab.probes import kv_effects, kv_knockout
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.kv_effects import edited, effects, oracle, oracle_sentence, run_clean
+from engram_lab.probes.kv_knockout import answer_kept, notes
+from engram_lab.probes.kv_scenario import Pair, Scenario, prepare
+from engram_lab.probes.kv_swap import check_request, one_of
 
 # Of the new prompt's cache swapped in, and of the old prompt's cleared.
 EDITS = ("field", "downstream", "notes", "notes zero", "downstream zero", "notes mean")

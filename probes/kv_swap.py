@@ -15,14 +15,24 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from models.errors import LabError
-from models.handle import Handle
-from models.kv import PARTS, KVEdit, swap
-from models.kv_runs import check_kv, continue_from
-from probes import kv_effects
-from probes.base import Array, Progress, Protocol, Record, Report
-from probes.kv_effects import Clean, Effects, Oracle, differing, edited, effects, oracle, oracle_sentence, run_clean
-from probes.kv_scenario import ALIGN, Pair, Scenario, prepare
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.kv import PARTS, KVEdit, swap
+from engram_lab.models.kv_runs import check_kv, continue_from
+from engram_lab.probes import kv_effects
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.kv_effects import (
+    Clean,
+    Effects,
+    Oracle,
+    differing,
+    edited,
+    effects,
+    oracle,
+    oracle_sentence,
+    run_clean,
+)
+from engram_lab.probes.kv_scenario import ALIGN, Pair, Scenario, prepare
 
 DEFINITIONS = kv_effects.DEFINITIONS | {
     "kl": "KL(donor || edited) in nats over the whole vocabulary, donor being the new prompt's clean run.",

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import numpy as np
 
-from probes.base import Array, Record
-from probes.tuned_lens import FitInfo
+from engram_lab.probes.base import Array, Record
+from engram_lab.probes.tuned_lens import FitInfo
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

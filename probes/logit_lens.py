@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.errors import AlignmentError, LabError, PromptError
-from models.handle import Handle, single_token
-from probes.base import Progress, Protocol, Record, Report, arrays_of
-from probes.lens_math import LensStatistics, lens_statistics
-from probes.lens_result import Alignment, Difference, LensResult, ModelLens, TunedReading
-from probes.tuned_lens import Translators, find, open_translators
+from engram_lab.models.errors import AlignmentError, LabError, PromptError
+from engram_lab.models.handle import Handle, single_token
+from engram_lab.probes.base import Progress, Protocol, Record, Report, arrays_of
+from engram_lab.probes.lens_math import LensStatistics, lens_statistics
+from engram_lab.probes.lens_result import Alignment, Difference, LensResult, ModelLens, TunedReading
+from engram_lab.probes.tuned_lens import Translators, find, open_translators
 
 # One sentence for each figure, to print beside it.
 DEFINITIONS = {

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from models.errors import AlignmentError, DataError, LabError
-from models.handle import Handle
-from probes.logit_lens import Spans, align, spans_of
+from engram_lab.models.errors import AlignmentError, DataError, LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes.logit_lens import Spans, align, spans_of
 
 ENTITY, ALL, LAST = "entity", "all", "last"
 POINTS = (ENTITY, ALL, LAST)

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import numpy as np
 
-from models.hashing import NgramHash
-from models.ngrams import expected_collisions, expected_coverage, expected_spread, head_sizes, load_spread
-from probes.base import Array, Record
+from engram_lab.models.hashing import NgramHash
+from engram_lab.models.ngrams import expected_collisions, expected_coverage, expected_spread, head_sizes, load_spread
+from engram_lab.probes.base import Array, Record
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models import ngrams, row_counts
-from models.engram import EngramMemory
-from models.errors import DataError, LabError, PromptError
-from models.handle import Handle
-from models.memory import memories, read_memory
-from models.ngrams import Ngrams
-from models.row_counts import RowCounts
-from probes.base import Array, Progress, Protocol, Record, Report
-from probes.row_usage import Usage, usage
+from engram_lab.models import ngrams, row_counts
+from engram_lab.models.engram import EngramMemory
+from engram_lab.models.errors import DataError, LabError, PromptError
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import memories, read_memory
+from engram_lab.models.ngrams import Ngrams
+from engram_lab.models.row_counts import RowCounts
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.row_usage import Usage, usage
 
 # One sentence for each figure, to print beside it.
 DEFINITIONS = {

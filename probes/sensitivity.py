@@ -16,11 +16,11 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from models.errors import DataError, LabError
-from models.handle import Handle
-from models.memory import Edit, check_edit, edited_logits
-from probes.base import Array, Progress, Protocol, Record, Report
-from probes.gates import edit_of
+from engram_lab.models.errors import DataError, LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import Edit, check_edit, edited_logits
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.gates import edit_of
 
 DEFINITIONS = {
     "loss": "Cross-entropy in nats a token, over the tokens of the answers (of the whole text where there is none).",

@@ -21,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models import loading
-from models.errors import CheckpointError, DataError, LabError
-from models.handle import Handle
-from models.optim import Muon
-from probes.base import Array, Record
-from probes.fit_text import FitText, line_digests, windows_of
-from probes.lens_math import lens_statistics
+from engram_lab.models import loading
+from engram_lab.models.errors import CheckpointError, DataError, LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.optim import Muon
+from engram_lab.probes.base import Array, Record
+from engram_lab.probes.fit_text import FitText, line_digests, windows_of
+from engram_lab.probes.lens_math import lens_statistics
 
 FILE = "tuned_lens.safetensors"
 WINDOW, ROWS = 128, 4  # tokens of a sequence, sequences of a step

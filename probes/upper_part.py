@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from models.engram import CACHE_ARGUMENT
-from models.handle import Handle
-from models.memory import memories
+from engram_lab.models.engram import CACHE_ARGUMENT
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import memories
 
 AT_ONCE = 64  # examples in one forward
 # Up to so many positions a forward costs what reading the weights does, or in a narrow model calling the blocks, so

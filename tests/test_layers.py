@@ -21,21 +21,26 @@ FRONT_END = {"streamlit", "plotly", "kaleido", "pandas", "sklearn"}
 
 
 def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
-    """The top-level names that a file imports, at any depth; `package` is the dotted folder it lies in."""
+    """What a file imports, at any depth: the top-level name, of ours with the layer; `package` is where it lies."""
+
+    def top(dotted: str) -> str:
+        parts = dotted.split(".")
+        return ".".join(parts[: 2 if parts[0] == "engram_lab" else 1])
+
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            yield from (top(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
-            dotted = (*base, *(node.module or "").split("."))
-            yield from ([dotted[0]] if dotted[0] else [alias.name for alias in node.names])
+            dotted = ".".join((*base, *filter(None, (node.module or "").split("."))))
+            yield from (top(f"{dotted}.{alias.name}") for alias in node.names)
         elif (
             isinstance(node, ast.Call)
             and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("import_module", "__import__")
             and node.args
             and isinstance(node.args[0], ast.Constant)
         ):
-            yield str(node.args[0].value).partition(".")[0]
+            yield top(str(node.args[0].value))
 
 
 def layer_imports(layer: str) -> dict[str, set[str]]:
@@ -44,7 +49,7 @@ def layer_imports(layer: str) -> dict[str, set[str]]:
     found = {}
     for file in files:
         relative = file.relative_to(ROOT)
-        found[str(relative)] = set(imports(file.read_text(encoding="utf-8"), relative.parts[:-1]))
+        found[str(relative)] = set(imports(file.read_text(encoding="utf-8"), ("engram_lab", *relative.parts[:-1])))
     return found
 
 
@@ -53,13 +58,15 @@ def test_imports_are_seen_in_every_form() -> None:
         "import a.b, c as d\nfrom e.f import g\nfrom . import h\nfrom .. import i\nfrom ..lab import j\n"
         "def k():\n    import l\n    importlib.import_module('m.n')\n"
     )
-    assert set(imports(source, ("models", "deep"))) == {"a", "c", "e", "models", "l", "m"}
-    assert set(imports("from ..lab import j", ("models",))) == {"lab"}
+    models, lab = "engram_lab.models", "engram_lab.lab"
+    assert set(imports(source, ("engram_lab", "models", "deep"))) == {"a", "c", "e", models, "l", "m"}
+    assert set(imports("from ..lab import j\nimport engram_lab.lab.k", ("engram_lab", "models"))) == {lab}
+    assert set(imports("from engram_lab import lab", ())) == {lab}
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_arrows_point_right(layer: str) -> None:
-    forbidden = {*LAYERS[: LAYERS.index(layer)], "tests"}
+    forbidden = {*(f"engram_lab.{left}" for left in LAYERS[: LAYERS.index(layer)]), *LAYERS, "tests"}
     if layer in ("probes", "models"):
         forbidden |= FRONT_END
     wrong = {file: names & forbidden for file, names in layer_imports(layer).items() if names & forbidden}
@@ -69,7 +76,7 @@ def test_arrows_point_right(layer: str) -> None:
 def test_models_and_probes_import_without_the_front_end() -> None:
     """On a machine that has torch, transformers and nnsight only, as the GPU check's is."""
     modules = [
-        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        ".".join(("engram_lab", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
         for layer in ("models", "probes")
         for file in sorted((ROOT / layer).rglob("*.py"))
         if file.stem != "__main__"
@@ -77,7 +84,7 @@ def test_models_and_probes_import_without_the_front_end() -> None:
     program = (
         "import importlib, sys\n"
         f"sys.modules.update(dict.fromkeys({sorted(FRONT_END | {'gguf', 'datasets'})!r}))\n"
-        f"for name in {[*modules, 'lab.cli']!r}: importlib.import_module(name)\n"
+        f"for name in {[*modules, 'engram_lab.lab.cli']!r}: importlib.import_module(name)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -104,7 +111,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     distributions = importlib.metadata.packages_distributions()
     for layer in LAYERS:
         for file, names in layer_imports(layer).items():
-            for name in names - set(LAYERS) - sys.stdlib_module_names:
+            for name in {name for name in names if not name.startswith("engram_lab.")} - sys.stdlib_module_names:
                 owners = {canonicalize_name(owner) for owner in distributions.get(name, [name])}
                 assert owners & allowed, f"{file} imports {name}, which pyproject.toml does not require"
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("models", "probes", "lab", "pages", "assets")
+FOLDERS = ("models", "probes", "lab", "pages", "assets")
+PACKAGES = tuple(f"engram_lab.{name}" for name in FOLDERS)
 JUNK = ("__pycache__", ".DS_Store")
 
 
@@ -30,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in (*PACKAGES, "tests"):
+    for name in (*FOLDERS, "tests"):
         shutil.copytree(ROOT / name, source / name)
     folder = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder, source)
@@ -65,13 +66,13 @@ def run(environment: Path, cwd: Path, *command: str) -> str:
 
 def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     expected = {
-        file.relative_to(ROOT).as_posix()
-        for package in PACKAGES
+        f"engram_lab/{file.relative_to(ROOT).as_posix()}"
+        for package in FOLDERS
         for file in (ROOT / package).rglob("*")
         if file.is_file() and not any(part in JUNK for part in file.parts)
     }
-    assert any(name.startswith("pages/") for name in expected)
-    assert any(name.startswith("assets/") for name in expected)
+    assert any(name.startswith("engram_lab/pages/") for name in expected)
+    assert any(name.startswith("engram_lab/assets/") for name in expected)
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert any(name.endswith(".dist-info/licenses/LICENSE") for name in archive.namelist())
@@ -79,7 +80,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
 
 
 def test_wheel_is_what_runs(environment: Path, tmp_path: Path) -> None:
-    program = f"import {', '.join(PACKAGES)}\nfor name in {PACKAGES}: print(list(globals()[name].__path__)[0])"
+    program = f"import sys, {', '.join(PACKAGES)}\nfor name in {PACKAGES}: print(list(sys.modules[name].__path__)[0])"
     paths = run(environment, tmp_path, "python", "-c", program).splitlines()
     assert len(paths) == len(PACKAGES)
     assert all(Path(path).is_relative_to(environment) for path in paths), paths
@@ -95,7 +96,7 @@ def test_app_draws_its_first_page_from_another_folder(environment: Path, tmp_pat
     program = (
         "from importlib.util import find_spec\n"
         "from streamlit.testing.v1 import AppTest\n"
-        "app = AppTest.from_file(find_spec('lab.app').origin, default_timeout=120).run()\n"
+        "app = AppTest.from_file(find_spec('engram_lab.lab.app').origin, default_timeout=120).run()\n"
         "assert not app.exception, app.exception\n"
         "assert app.main.children, 'an empty page'\n"
     )

@@ -20,7 +20,7 @@ from urllib.parse import urlencode
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from models.handle import list_models
+from engram_lab.models.handle import list_models
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -81,7 +81,7 @@ def served() -> Iterator[str]:
     """The app's address, with a store that is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"ENGRAM_LAB_DATA": folder, "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "lab", "app", "--port", "0"]
+        command = [sys.executable, "-m", "engram_lab.lab", "app", "--port", "0"]
         server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None

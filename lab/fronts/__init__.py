@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from probes.base import Report
+    from engram_lab.probes.base import Report
 
 FRONTS = (
     "lens",
@@ -38,7 +38,7 @@ FRONTS = (
 
 def front(probe: str) -> ModuleType:
     """The front of a probe."""
-    return importlib.import_module(f"lab.fronts.{probe.replace(' ', '_')}")
+    return importlib.import_module(f"engram_lab.lab.fronts.{probe.replace(' ', '_')}")
 
 
 def settled(report: Report) -> Any:

@@ -67,8 +67,8 @@ def read_prompts(args: argparse.Namespace) -> tuple[tuple[str, ...], bool]:
 
 def read_texts(path: Path) -> tuple[str, ...]:
     """The texts of a file, one a line, or of the "prompt" of each line of a .jsonl; DataError if it has none."""
-    from lab.texts import lines_of
-    from models.errors import DataError
+    from engram_lab.lab.texts import lines_of
+    from engram_lab.models.errors import DataError
 
     lines = lines_of(path.read_bytes(), str(path))
     if path.suffix != ".jsonl":

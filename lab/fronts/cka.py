@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments, widgets
+from engram_lab.lab.fronts import arguments, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.cka import CKAConfig
-    from probes.points import Sentence
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.cka import CKAConfig
+    from engram_lab.probes.points import Sentence
 
 HELP = "CKA: which layer of one model looks like which layer of another"
 ENTITIES = "entities.bio"  # the sentences that ship
@@ -54,17 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def shipped() -> tuple[Sentence, ...]:
     """The sentences with entities that we wrote."""
-    from lab.texts import TEXTS
-    from probes.points import read_sentences
+    from engram_lab.lab.texts import TEXTS
+    from engram_lab.probes.points import read_sentences
 
     return read_sentences((TEXTS / ENTITIES).read_bytes(), ENTITIES)
 
 
 def config(args: argparse.Namespace) -> CKAConfig:
     """The request."""
-    from models.errors import LabError
-    from probes.cka import CKAConfig
-    from probes.points import ALL, ENTITY, LAST, read_sentences, take
+    from engram_lab.models.errors import LabError
+    from engram_lab.probes.cka import CKAConfig
+    from engram_lab.probes.points import ALL, ENTITY, LAST, read_sentences, take
 
     if args.max_sentences is not None and args.max_sentences < 1:
         raise LabError(f"--max-sentences is {args.max_sentences}; it must be 1 or more.")
@@ -93,7 +93,7 @@ def config(args: argparse.Namespace) -> CKAConfig:
 
 def _ships(config: CKAConfig) -> bool:
     """Whether the request is about the sentences that ship, the first so many."""
-    from probes.points import take
+    from engram_lab.probes.points import take
 
     return (
         config.prompts_b is None
@@ -103,7 +103,7 @@ def _ships(config: CKAConfig) -> bool:
 
 def files(config: CKAConfig) -> dict[str, str]:
     """The sentences, unless they are those that ship."""
-    from probes.points import to_json_lines
+    from engram_lab.probes.points import to_json_lines
 
     if _ships(config):
         return {}
@@ -127,7 +127,7 @@ def options(config: CKAConfig) -> list[str]:
 
 def view(config: CKAConfig) -> View:
     """The page of a request."""
-    from probes.points import read_sentences, take
+    from engram_lab.probes.points import read_sentences, take
 
     itself = config.models[0] == config.models[1]
     shown = widgets.models(config.models[: 1 if itself else 2]) | widgets.resampling(config)
@@ -146,21 +146,21 @@ def view(config: CKAConfig) -> View:
 
 def to_file(texts: Sequence[str], entities: Sequence[Sequence[Sequence[int]]] | None) -> bytes:
     """Sentences as a file that the page reads."""
-    from probes.points import to_json_lines
+    from engram_lab.probes.points import to_json_lines
 
     return to_json_lines(texts, entities).encode()
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The map of all pairs of layers with its ridge."""
-    from lab.cka_figures import cka_map
+    from engram_lab.lab.cka_figures import cka_map
 
     return cka_map(report, mode)
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each pair of layers; what is of a layer of A alone stands in each of its rows."""
-    from probes.cka import names_of
+    from engram_lab.probes.cka import names_of
 
     result = report.result
     name_a, name_b = names_of(report.config)

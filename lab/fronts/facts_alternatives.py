@@ -6,18 +6,18 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab import facts_files
-from lab.fronts import arguments, facts_widgets
+from engram_lab.lab import facts_files
+from engram_lab.lab.fronts import arguments, facts_widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.fact_alternatives import AlternativesConfig
-    from probes.fact_sets import StatedFact
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.fact_alternatives import AlternativesConfig
+    from engram_lab.probes.fact_sets import StatedFact
 
 GROUP_HELP = facts_files.GROUP_HELP
 HELP = "the same facts in rows, in LoRA, in the prompt and retrieved: recall, and what happens to unrelated text"
@@ -48,9 +48,9 @@ def request(
     models: tuple[str, ...], facts: tuple[StatedFact, ...], unrelated: tuple[str, ...], best: int = BEST, **options: Any
 ) -> AlternativesConfig:
     """A request with the facts that are retrieved for each of its texts, at most `best`; `options` are its fields."""
-    from lab import retrieval
-    from models.errors import LabError
-    from probes.fact_alternatives import AlternativesConfig, prompts_of
+    from engram_lab.lab import retrieval
+    from engram_lab.models.errors import LabError
+    from engram_lab.probes.fact_alternatives import AlternativesConfig, prompts_of
 
     if best < 0:
         raise LabError(f"The number of facts that are retrieved is {best}; give 0 or more.")
@@ -120,7 +120,7 @@ def view(config: AlternativesConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """Recall, and the change of unrelated text, by method."""
-    from lab.facts_alternatives_figures import comparison
+    from engram_lab.lab.facts_alternatives_figures import comparison
 
     return comparison(report, mode)
 

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab import facts_files
-from lab.fronts import arguments, facts_widgets
+from engram_lab.lab import facts_files
+from engram_lab.lab.fronts import arguments, facts_widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.fact_check import CheckConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.fact_check import CheckConfig
 
 GROUP_HELP = facts_files.GROUP_HELP
 HELP = "write facts, then: did the model learn them, what else changed, does undoing give every bit back"
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> CheckConfig:
     """The request."""
-    from probes.fact_check import CheckConfig
+    from engram_lab.probes.fact_check import CheckConfig
 
     if args.overlay is not None:
         facts, args = facts_files.of_overlay(args)
@@ -78,7 +78,7 @@ def view(config: CheckConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """Recall, paraphrases and neighbours, before and after."""
-    from lab.facts_figures import recall
+    from engram_lab.lab.facts_figures import recall
 
     return recall(report, mode)
 

@@ -6,17 +6,17 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab import facts_files
-from lab.fronts import arguments, facts_widgets
+from engram_lab.lab import facts_files
+from engram_lab.lab.fronts import arguments, facts_widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.fact_density import DensityConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.fact_density import DensityConfig
 
 GROUP_HELP = facts_files.GROUP_HELP
 HELP = "recall over the number of facts, aliases apart from interference; two users on top of each other"
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> DensityConfig:
     """The request."""
-    from probes.fact_density import SIZES, DensityConfig
+    from engram_lab.probes.fact_density import SIZES, DensityConfig
 
     return DensityConfig(
         arguments.names(args),
@@ -75,7 +75,7 @@ def settled(report: Report) -> DensityConfig:
 
 def view(config: DensityConfig) -> View:
     """The page of a request, but for its facts."""
-    from probes.fact_density import SIZES
+    from engram_lab.probes.fact_density import SIZES
 
     n = len(config.facts)
     sizes = [size for size in SIZES if size <= n and size in config.sizes]
@@ -84,7 +84,7 @@ def view(config: DensityConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """Recall over the number of facts."""
-    from lab.facts_figures import density
+    from engram_lab.lab.facts_figures import density
 
     return density(report, mode)
 

@@ -6,17 +6,17 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab import facts_files
-from lab.fronts import arguments, facts_widgets
+from engram_lab.lab import facts_files
+from engram_lab.lab.fronts import arguments, facts_widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.fact_layers import LayersConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.fact_layers import LayersConfig
 
 GROUP_HELP = facts_files.GROUP_HELP
 HELP = "the same facts written at each memory layer by itself"
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> LayersConfig:
     """The request."""
-    from probes.fact_layers import LayersConfig
+    from engram_lab.probes.fact_layers import LayersConfig
 
     return LayersConfig(
         arguments.names(args),
@@ -69,14 +69,14 @@ def view(config: LayersConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """Recall by layer."""
-    from lab.facts_figures import layers
+    from engram_lab.lab.facts_figures import layers
 
     return layers(report, mode)
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each layer and figure."""
-    from probes.fact_layers import FIGURES
+    from engram_lab.probes.fact_layers import FIGURES
 
     result = report.result
     for n, layer in enumerate(result.layers):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import widgets
+from engram_lab.lab.fronts import widgets
 
 if TYPE_CHECKING:
-    from lab.views import View
+    from engram_lab.lab.views import View
 
 METHODS = {"optimised": "optimised", "closed form": "closed_form"}  # in the words of the page
 STEPS = 200  # of the optimised method at most, on the page
@@ -44,6 +44,6 @@ def view(name: str, config: Any, shown: dict[str, Any]) -> View:
 
 def unrelated(key: str, texts: tuple[str, ...]) -> dict[str, int]:
     """The box of how many of our sentences the unrelated texts are, if they are such."""
-    from lab.texts import held_out
+    from engram_lab.lab.texts import held_out
 
     return {key: len(texts)} if texts == held_out()[: len(texts)] else {}

@@ -6,16 +6,16 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments, widgets
+from engram_lab.lab.fronts import arguments, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.gates import GatesConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.gates import GatesConfig
 
 AS_IT_IS, ALL_LAYERS = "as it is", "all layers"  # of one prompt, in the words of the page
 HELP = "gates of a memory: what opens, what is written, what it says and whether it matters"
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> GatesConfig:
     """The request."""
-    from probes.gates import GatesConfig
+    from engram_lab.probes.gates import GatesConfig
 
     prompts, detail = arguments.read_prompts(args)
     return GatesConfig(
@@ -97,8 +97,8 @@ def settled(report: Report) -> GatesConfig:
 
 def view(config: GatesConfig) -> View:
     """The page of a request, whose position does not count from the end."""
-    from lab.gates_figures import CONTROL_NAMES, control_name
-    from lab.texts import held_out
+    from engram_lab.lab.gates_figures import CONTROL_NAMES, control_name
+    from engram_lab.lab.texts import held_out
 
     shown = widgets.models(config.models)
     widgets.without(config, ranked=12)
@@ -131,8 +131,8 @@ def view(config: GatesConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The gates at each position of one prompt, or their distribution over a text set."""
-    from lab.gates_figures import gate_map
-    from lab.gates_summaries import histogram
+    from engram_lab.lab.gates_figures import gate_map
+    from engram_lab.lab.gates_summaries import histogram
 
     if report.config.detail and len(report.config.prompts) == 1:
         return gate_map(report, mode)
@@ -146,7 +146,7 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
     """
     import numpy as np
 
-    from lab import labels
+    from engram_lab.lab import labels
 
     result = report.result
     index = result.prompt_index

@@ -6,18 +6,18 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab import kv_scenarios
-from lab.fronts import arguments, kv_widgets, widgets
-from lab.fronts.kv_swap import effects_row
+from engram_lab.lab import kv_scenarios
+from engram_lab.lab.fronts import arguments, kv_widgets, widgets
+from engram_lab.lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.kv_erratum import ErratumConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.kv_erratum import ErratumConfig
 
 GROUP_HELP = kv_scenarios.GROUP_HELP
 POLICIES = (0, 4, 3, 2, 1)  # corrections until all is prefilled anew, that the page offers
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> ErratumConfig:
     """The request."""
-    from models.errors import LabError
-    from probes.kv_erratum import ErratumConfig
+    from engram_lab.models.errors import LabError
+    from engram_lab.probes.kv_erratum import ErratumConfig
 
     pairs = [text.rpartition("=") for text in args.chain]
     if bad := [text for text, (_, sign, _) in zip(args.chain, pairs, strict=True) if not sign]:
@@ -86,7 +86,7 @@ def options(config: ErratumConfig) -> list[str]:
 
 def chain_of(text: str) -> tuple[tuple[str, str], ...]:
     """(value, answer) of VALUE=ANSWER;VALUE=ANSWER; LabError for a part without =."""
-    from models.errors import LabError
+    from engram_lab.models.errors import LabError
 
     pairs = [part.rpartition("=") for part in text.split(";") if part.strip()]
     if bad := [value for _, sign, value in pairs if not sign]:
@@ -111,14 +111,14 @@ def view(config: ErratumConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The answers after each thing said."""
-    from lab.kv_run_figures import errata
+    from engram_lab.lab.kv_run_figures import errata
 
     return errata(report, mode)
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each thing said behind the prompt, then one for each policy and correction of the chain."""
-    from probes.kv_erratum import policy
+    from engram_lab.probes.kv_erratum import policy
 
     result = report.result
     fixed = {"scenario": report.config.scenario.id, "oracle": result.oracle.both}

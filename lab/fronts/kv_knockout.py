@@ -6,18 +6,18 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab import kv_scenarios
-from lab.fronts import arguments, kv_widgets, widgets
-from lab.fronts.kv_swap import effects_row
+from engram_lab.lab import kv_scenarios
+from engram_lab.lab.fronts import arguments, kv_widgets, widgets
+from engram_lab.lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.kv_knockout import KnockoutConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.kv_knockout import KnockoutConfig
 
 GROUP_HELP = kv_scenarios.GROUP_HELP
 HELP = "the answer with a part of the cache zeroed, averaged, made noise or taken from another text"
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> KnockoutConfig:
     """The request."""
-    from probes.kv_knockout import HOWS, TARGETS, UNRELATED, KnockoutConfig
+    from engram_lab.probes.kv_knockout import HOWS, TARGETS, UNRELATED, KnockoutConfig
 
     chosen = ["positions"] if args.positions else []
     return KnockoutConfig(
@@ -66,7 +66,7 @@ def files(config: KnockoutConfig) -> dict[str, str]:
 
 def options(config: KnockoutConfig) -> list[str]:
     """The flags of a request."""
-    from probes.kv_knockout import UNRELATED
+    from engram_lab.probes.kv_knockout import UNRELATED
 
     flags = arguments.model_flags(config.models) + kv_scenarios.scenario_flags(config.scenario, config.align)
     flags += [arguments.flag("target", target) for target in config.targets if target != "positions"]
@@ -80,7 +80,7 @@ def options(config: KnockoutConfig) -> list[str]:
 
 def view(config: KnockoutConfig) -> View:
     """The page of a request."""
-    from probes.kv_knockout import HOWS, TARGETS, UNRELATED
+    from engram_lab.probes.kv_knockout import HOWS, TARGETS, UNRELATED
 
     targets = widgets.some_of("targets", config.targets, TARGETS)
     shown = {
@@ -99,7 +99,7 @@ def view(config: KnockoutConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The margin that is left."""
-    from lab.kv_figures import knockouts
+    from engram_lab.lab.kv_figures import knockouts
 
     return knockouts(report, mode)
 

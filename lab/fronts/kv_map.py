@@ -6,17 +6,17 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab import kv_scenarios
-from lab.fronts import arguments, kv_widgets, widgets
+from engram_lab.lab import kv_scenarios
+from engram_lab.lab.fronts import arguments, kv_widgets, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.kv_map import MapConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.kv_map import MapConfig
 
 GROUP_HELP = kv_scenarios.GROUP_HELP
 HELP = "what each position and layer of a cache recovers, swapped alone"
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> MapConfig:
     """The request."""
-    from probes.kv_map import MapConfig
+    from engram_lab.probes.kv_map import MapConfig
 
     return MapConfig(arguments.names(args), kv_scenarios.scenario_of(args), args.groups, args.part, args.align)
 
@@ -62,7 +62,7 @@ def view(config: MapConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The map."""
-    from lab.kv_figures import recovery_map
+    from engram_lab.lab.kv_figures import recovery_map
 
     return recovery_map(report, mode)
 

@@ -6,18 +6,18 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab import kv_scenarios
-from lab.fronts import arguments, kv_widgets, widgets
-from lab.fronts.kv_swap import effects_row
+from engram_lab.lab import kv_scenarios
+from engram_lab.lab.fronts import arguments, kv_widgets, widgets
+from engram_lab.lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.kv_reasoning import ReasoningConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.kv_reasoning import ReasoningConfig
 
 GROUP_HELP = kv_scenarios.GROUP_HELP
 TOKENS = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # that the page offers to write
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> ReasoningConfig:
     """The request."""
-    from probes.kv_reasoning import CUE, ReasoningConfig
+    from engram_lab.probes.kv_reasoning import CUE, ReasoningConfig
 
     return ReasoningConfig(
         arguments.names(args),
@@ -55,7 +55,7 @@ def files(config: ReasoningConfig) -> dict[str, str]:
 
 def options(config: ReasoningConfig) -> list[str]:
     """The flags of a request."""
-    from probes.kv_reasoning import CUE
+    from engram_lab.probes.kv_reasoning import CUE
 
     flags = arguments.model_flags(config.models) + kv_scenarios.scenario_flags(config.scenario, config.align)
     flags.append(" ".join(["--tokens", *map(str, config.tokens)]))
@@ -70,7 +70,7 @@ def view(config: ReasoningConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The margin by tokens written."""
-    from lab.kv_run_figures import reasoning
+    from engram_lab.lab.kv_run_figures import reasoning
 
     return reasoning(report, mode)
 

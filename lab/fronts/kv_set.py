@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab import kv_scenarios
-from lab.fronts import arguments, kv_widgets, widgets
+from engram_lab.lab import kv_scenarios
+from engram_lab.lab.fronts import arguments, kv_widgets, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.kv_set import SetConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.kv_set import SetConfig
 
 GROUP_HELP = kv_scenarios.GROUP_HELP
 HELP = "a whole library of scenarios: kind of question by recovery, with intervals"
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> SetConfig:
     """The request."""
-    from probes.kv_set import SetConfig
+    from engram_lab.probes.kv_set import SetConfig
 
     file = args.scenarios
     scenarios = kv_scenarios.library() if file is None else kv_scenarios.read(file.read_bytes(), str(file))
@@ -84,7 +84,7 @@ def view(config: SetConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """Recovery by kind of question."""
-    from lab.kv_set_figures import by_kind
+    from engram_lab.lab.kv_set_figures import by_kind
 
     return by_kind(report, mode)
 

@@ -6,17 +6,17 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab import kv_scenarios
-from lab.fronts import arguments, kv_widgets, widgets
+from engram_lab.lab import kv_scenarios
+from engram_lab.lab.fronts import arguments, kv_widgets, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.kv_swap import SwapConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.kv_swap import SwapConfig
 
 GROUP_HELP = kv_scenarios.GROUP_HELP
 SIZES = (1, 2, 4, 8, 16)  # numbers of positions that the page offers, each for last, best and random
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> SwapConfig:
     """The request."""
-    from probes.kv_swap import SwapConfig
+    from engram_lab.probes.kv_swap import SwapConfig
 
     return SwapConfig(
         arguments.names(args),
@@ -87,7 +87,7 @@ def view(config: SwapConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The ladder as bars."""
-    from lab.kv_figures import ladder
+    from engram_lab.lab.kv_figures import ladder
 
     return ladder(report, mode)
 

@@ -7,12 +7,12 @@ import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab import kv_scenarios
-from lab.fronts import widgets
+from engram_lab.lab import kv_scenarios
+from engram_lab.lab.fronts import widgets
 
 if TYPE_CHECKING:
-    from lab.views import View
-    from probes.kv_scenario import Scenario
+    from engram_lab.lab.views import View
+    from engram_lab.probes.kv_scenario import Scenario
 
 OWN = "own"  # id and kind of a scenario that is from no library
 YOUR_OWN = "your own"  # its name in the picker, as lab.page.OWN

@@ -6,16 +6,16 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments, widgets
+from engram_lab.lab.fronts import arguments, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.logit_lens import LensConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.logit_lens import LensConfig
 
 TOP = 20  # tokens that the page lists for a cell at most
 HELP = "logit lens and tuned lens: what each layer would predict"
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> LensConfig:
     """The request."""
-    from probes.logit_lens import LensConfig
+    from engram_lab.probes.logit_lens import LensConfig
 
     prompts, detail = arguments.read_prompts(args)
     return LensConfig(
@@ -60,7 +60,7 @@ def files(config: LensConfig) -> dict[str, str]:
 
 def view(config: LensConfig) -> View:
     """The page of a request."""
-    from lab.texts import held_out
+    from engram_lab.lab.texts import held_out
 
     shown = {**widgets.models(config.models), "tuned": config.tuned}
     if not config.detail:
@@ -74,7 +74,7 @@ def view(config: LensConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The mean KL by layer."""
-    from lab.figures import lens_curves
+    from engram_lab.lab.figures import lens_curves
 
     return lens_curves(report, mode, {handle.name: handle.engram_layers for handle in handles})
 
@@ -87,8 +87,8 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
     """
     import numpy as np
 
-    from lab import labels
-    from lab.figures import readings
+    from engram_lab.lab import labels
+    from engram_lab.lab.figures import readings
 
     for lens in report.result.models:
         index = lens.prompt_index

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments, widgets
+from engram_lab.lab.fronts import arguments, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.rows import RowsConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.rows import RowsConfig
 
 TOP, SHARERS = 50, 500  # tokens and sharers that the page lists at most
 HELP = "rows: what one position reads from the memory, who shares it, and how evenly a text uses it"
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> RowsConfig:
     """The request."""
-    from probes.rows import RowsConfig
+    from engram_lab.probes.rows import RowsConfig
 
     text = arguments.read_texts(args.text) if args.text else ()
     return RowsConfig(
@@ -80,8 +80,8 @@ def settled(report: Report) -> RowsConfig:
 
 def own_sentences() -> tuple[str, ...]:
     """All sentences that we wrote, which the page counts over."""
-    from lab.fronts.cka import shipped
-    from lab.texts import held_out
+    from engram_lab.lab.fronts.cka import shipped
+    from engram_lab.lab.texts import held_out
 
     return (*held_out(), *(sentence.text for sentence in shipped()))
 
@@ -104,8 +104,8 @@ def view(config: RowsConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The tokens that what came through promotes and suppresses; without a handle, by the report's own texts."""
-    from lab import labels
-    from lab.rows_figures import came_through
+    from engram_lab.lab import labels
+    from engram_lab.lab.rows_figures import came_through
 
     said = report.result.came_through
     texts = dict(zip(said.promoted_ids + said.suppressed_ids, said.promoted_texts + said.suppressed_texts, strict=True))

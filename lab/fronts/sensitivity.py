@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.fronts import arguments, widgets
+from engram_lab.lab.fronts import arguments, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from lab.theme import Mode
-    from lab.views import View
-    from models.handle import Handle
-    from probes.base import Report
-    from probes.sensitivity import SensitivityConfig
+    from engram_lab.lab.theme import Mode
+    from engram_lab.lab.views import View
+    from engram_lab.models.handle import Handle
+    from engram_lab.probes.base import Report
+    from engram_lab.probes.sensitivity import SensitivityConfig
 
 # What a control does, in a word of the page -> its name in the request
 WORDS = {"memory off": "off", "rows zeroed": "zeroed", "rows shuffled": "shuffled", "table of one row": "one_row"}
@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> SensitivityConfig:
     """The request."""
-    from lab.texts import items_of, shipped_sets
-    from models.errors import DataError
-    from probes.sensitivity import SensitivityConfig, TextSet
+    from engram_lab.lab.texts import items_of, shipped_sets
+    from engram_lab.models.errors import DataError
+    from engram_lab.probes.sensitivity import SensitivityConfig, TextSet
 
     sets = []
     for given in args.set or ():
@@ -67,7 +67,7 @@ def config(args: argparse.Namespace) -> SensitivityConfig:
 
 def files(config: SensitivityConfig) -> dict[str, str]:
     """The sets as files, unless they are those that ship."""
-    from lab.texts import shipped_sets
+    from engram_lab.lab.texts import shipped_sets
 
     if config.sets == shipped_sets():
         return {}
@@ -104,7 +104,7 @@ def view(config: SensitivityConfig) -> View:
 
     Which layers are "each" only the model can tell.
     """
-    from lab.texts import items_of, shipped_sets
+    from engram_lab.lab.texts import items_of, shipped_sets
 
     shown = widgets.models(config.models) | widgets.resampling(config)
     first, brought = config.sets[0].name, {}
@@ -126,7 +126,7 @@ def view(config: SensitivityConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The change of the loss by set and condition."""
-    from lab.sensitivity_figures import changes
+    from engram_lab.lab.sensitivity_figures import changes
 
     return changes(report, mode)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lab.fronts import arguments
-from lab.texts import ONE, SET, lines_of
+from engram_lab.lab.fronts import arguments
+from engram_lab.lab.texts import ONE, SET, lines_of
 
 if TYPE_CHECKING:
-    from lab.views import View
+    from engram_lab.lab.views import View
 
 NOTHING = "nothing"  # the sidebar's choice of no second model, as lab.runner.NOTHING
 SEEDS, RESAMPLES = (0, 2**31 - 1), (100, 10_000)  # what page.resampling takes
@@ -21,7 +21,7 @@ File = tuple[str, bytes]
 
 def refuse(what: str) -> NoReturn:
     """LabError for a request that no setting of its page makes."""
-    from models.errors import LabError
+    from engram_lab.models.errors import LabError
 
     raise LabError(
         f"Its page has no setting for {what}: this run can be shown and run again, but not opened on its page."
@@ -30,7 +30,7 @@ def refuse(what: str) -> NoReturn:
 
 def view(page: str, widgets: Mapping[str, Any], files: Mapping[str, File] | None = None) -> View:
     """A view whose files an uploader takes, and whose texts and lists are of the sizes that lab.views allows."""
-    from lab.views import LARGEST_FILE, View, is_plain
+    from engram_lab.lab.views import LARGEST_FILE, View, is_plain
 
     files = dict(files or {})
     if any(len(raw) > LARGEST_FILE for _, raw in files.values()):

@@ -4,9 +4,9 @@ What is listed stands in the database (`schema`), every report in a compressed f
 `packing`). A file is complete and on disk before the row that names it is committed.
 """
 
-from lab.store.errors import DamagedBlobError, SessionNameError, StoreError, UnknownSessionError
-from lab.store.infos import NewRun, RunInfo, SessionInfo, environment, run_request
-from lab.store.store import Store, open_store
+from engram_lab.lab.store.errors import DamagedBlobError, SessionNameError, StoreError, UnknownSessionError
+from engram_lab.lab.store.infos import NewRun, RunInfo, SessionInfo, environment, run_request
+from engram_lab.lab.store.store import Store, open_store
 
 __all__ = [
     "DamagedBlobError",

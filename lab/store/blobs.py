@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lab.store.errors import DamagedBlobError, StoreError
+from engram_lab.lab.store.errors import DamagedBlobError, StoreError
 
 MOST_BYTES = 1 << 30  # uncompressed
 LEVEL = 3  # of zlib: on floats more costs time and saves nothing

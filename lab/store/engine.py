@@ -17,8 +17,8 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
-from lab.store.errors import StoreError
-from lab.store.schema import REVISION, StoreRow
+from engram_lab.lab.store.errors import StoreError
+from engram_lab.lab.store.schema import REVISION, StoreRow
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 WAIT = 30  # seconds for another writer's transaction, each of which takes milliseconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.errors import LabError
+from engram_lab.models.errors import LabError
 
 
 class StoreError(LabError):

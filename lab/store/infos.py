@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from probes.base import ModelProtocol, Record, Report
+from engram_lab.probes.base import ModelProtocol, Record, Report
 
 
 @dataclass(frozen=True)

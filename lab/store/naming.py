@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lab.store.errors import SessionNameError
+from engram_lab.lab.store.errors import SessionNameError
 
 LONGEST_NAME, LONGEST_TAG, LONGEST_NOTE, MOST_TAGS = 120, 60, 100_000, 40  # characters, and tags of a session
 LONGEST_MODEL, LONGEST_SEARCH = 300, 200_000  # what of it is searched

@@ -15,8 +15,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from models.errors import DataError
-from probes.base import Record, Report
+from engram_lab.models.errors import DataError
+from engram_lab.probes.base import Record, Report
 
 FORMAT = 1
 MOST_BYTES = 1 << 30  # of a packed report

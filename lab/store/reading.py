@@ -10,9 +10,9 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, select
 
-from lab.store.infos import RunInfo, SessionInfo
-from lab.store.schema import RunRow, SessionRow, TagRow
-from probes.base import ModelProtocol
+from engram_lab.lab.store.infos import RunInfo, SessionInfo
+from engram_lab.lab.store.schema import RunRow, SessionRow, TagRow
+from engram_lab.probes.base import ModelProtocol
 
 ReadView = Callable[[str | None], dict[str, Any] | None]  # of a blob's hash
 _AT_ONCE = 1000  # ids in a statement: databases limit their parameters

@@ -10,9 +10,9 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 
-from lab.store import naming
-from lab.store.errors import SessionNameError, UnknownSessionError
-from lab.store.schema import RunModelRow, RunRow, SessionRow, TagRow
+from engram_lab.lab.store import naming
+from engram_lab.lab.store.errors import SessionNameError, UnknownSessionError
+from engram_lab.lab.store.schema import RunModelRow, RunRow, SessionRow, TagRow
 
 
 @dataclass(frozen=True)

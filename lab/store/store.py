@@ -16,14 +16,14 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, or_, select, update
 
-from lab.store import engine, naming, packing, rows
-from lab.store.blobs import Blobs
-from lab.store.errors import SessionNameError, StoreError, UnknownSessionError
-from lab.store.infos import NewRun, RunInfo, SessionInfo, environment, run_request
-from lab.store.packing import canonical
-from lab.store.reading import run_infos, session_infos
-from lab.store.schema import RunModelRow, RunRow, SessionRow, StoreRow, TagRow
-from probes.base import Report
+from engram_lab.lab.store import engine, naming, packing, rows
+from engram_lab.lab.store.blobs import Blobs
+from engram_lab.lab.store.errors import SessionNameError, StoreError, UnknownSessionError
+from engram_lab.lab.store.infos import NewRun, RunInfo, SessionInfo, environment, run_request
+from engram_lab.lab.store.packing import canonical
+from engram_lab.lab.store.reading import run_infos, session_infos
+from engram_lab.lab.store.schema import RunModelRow, RunRow, SessionRow, StoreRow, TagRow
+from engram_lab.probes.base import Report
 
 KEPT = 3600  # seconds for which a purge spares a blob that no row names: its row may be on the way
 LONGEST_QUERY = 200  # characters

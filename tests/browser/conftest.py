@@ -26,7 +26,7 @@ def address() -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "lab", "app", "--port", str(port)]
+    command = [sys.executable, "-m", "engram_lab.lab", "app", "--port", str(port)]
     server = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=subprocess.PIPE, text=True
     )

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
-from lab import cka_figures
-from lab.fronts.cka import shipped
-from models.handle import open_model
-from probes import cka, logit_lens
-from probes.base import Report
-from probes.cka import CKAConfig, looks_like
-from probes.logit_lens import LensConfig
-from probes.points import read_sentences, take
+from engram_lab.lab import cka_figures
+from engram_lab.lab.fronts.cka import shipped
+from engram_lab.models.handle import open_model
+from engram_lab.probes import cka, logit_lens
+from engram_lab.probes.base import Report
+from engram_lab.probes.cka import CKAConfig, looks_like
+from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.points import read_sentences, take
 from tests.browser.plots import LOOKS, drawn, redrawn, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]

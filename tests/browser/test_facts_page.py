@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
-from lab import facts_files, texts
-from models.handle import Handle, open_model
-from probes import fact_check
-from probes.fact_addresses import address_groups
-from probes.fact_check import CheckConfig
-from probes.fact_sets import Writing
+from engram_lab.lab import facts_files, texts
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.probes import fact_check
+from engram_lab.probes.fact_addresses import address_groups
+from engram_lab.probes.fact_check import CheckConfig
+from engram_lab.probes.fact_sets import Writing
 from tests.browser.plots import LOOKS, drawn, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]

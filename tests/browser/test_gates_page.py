@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
-from lab.theme import PALETTES
-from models.handle import open_model
-from probes import gates
-from probes.base import Report
-from probes.gates import GatesConfig
+from engram_lab.lab.theme import PALETTES
+from engram_lab.models.handle import open_model
+from engram_lab.probes import gates
+from engram_lab.probes.base import Report
+from engram_lab.probes.gates import GatesConfig
 from tests.browser.plots import LOOKS, drawn, redrawn, settled, type_prompt
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]

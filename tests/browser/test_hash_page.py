@@ -8,8 +8,8 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from playwright.sync_api import Page, expect
 
-from models.handle import open_model
-from models.memory import read_memory
+from engram_lab.models.handle import open_model
+from engram_lab.models.memory import read_memory
 from tests.browser.plots import LOOKS, fits, in_mode, settled, type_prompt
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
-from lab import kv_scenarios
-from models.handle import Handle, open_model
-from probes import kv_map, kv_swap
-from probes.kv_map import MapConfig
-from probes.kv_swap import SwapConfig
+from engram_lab.lab import kv_scenarios
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.probes import kv_map, kv_swap
+from engram_lab.probes.kv_map import MapConfig
+from engram_lab.probes.kv_swap import SwapConfig
 from tests.browser.plots import LOOKS, drawn, redrawn, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]

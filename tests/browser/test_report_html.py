@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page
 
-from lab.report_html import html_report
-from lab.store import open_store
-from lab.theme import PALETTES
-from models.handle import Handle
-from probes import logit_lens
-from probes.logit_lens import LensConfig
+from engram_lab.lab.report_html import html_report
+from engram_lab.lab.store import open_store
+from engram_lab.lab.theme import PALETTES
+from engram_lab.models.handle import Handle
+from engram_lab.probes import logit_lens
+from engram_lab.probes.logit_lens import LensConfig
 from tests.full import FULL
 from tests.models import tiny
 

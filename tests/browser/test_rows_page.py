@@ -9,11 +9,11 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from playwright.sync_api import Page, expect
 
-from lab import labels
-from lab.theme import PALETTES
-from models.handle import open_model
-from probes import rows
-from probes.rows import RowsConfig
+from engram_lab.lab import labels
+from engram_lab.lab.theme import PALETTES
+from engram_lab.models.handle import open_model
+from engram_lab.probes import rows
+from engram_lab.probes.rows import RowsConfig
 from tests.browser.plots import LOOKS, drawn, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]

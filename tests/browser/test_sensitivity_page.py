@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
-from lab.texts import items_of
-from models.handle import open_model
-from probes import sensitivity
-from probes.base import Report
-from probes.sensitivity import SensitivityConfig, TextSet
+from engram_lab.lab.texts import items_of
+from engram_lab.models.handle import open_model
+from engram_lab.probes import sensitivity
+from engram_lab.probes.base import Report
+from engram_lab.probes.sensitivity import SensitivityConfig, TextSet
 from tests.browser.plots import LOOKS, drawn, fits, in_mode, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]

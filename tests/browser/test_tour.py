@@ -101,7 +101,11 @@ def test_tour(page: Page, address: str, tmp_path: Path) -> None:
     assert drawn(page, CURVES)
 
     replayed = subprocess.run(  # replay
-        [sys.executable, "-m", "lab", "replay", str(out)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "engram_lab.lab", "replay", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert replayed.stdout.count("identical") >= 2, replayed.stdout

@@ -38,7 +38,7 @@ def serving(folder: Path, *options: str, **environment: str) -> Iterator[tuple[s
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = subprocess.Popen(
-        [sys.executable, "-m", "lab", "app", "--port", str(port), *options],
+        [sys.executable, "-m", "engram_lab.lab", "app", "--port", str(port), *options],
         cwd=ROOT,
         env={**os.environ, **QUIET, "ENGRAM_LAB_DATA": str(folder), **environment},
         stdout=subprocess.PIPE,

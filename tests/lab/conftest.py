@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from models.handle import Handle
-from probes import logit_lens
-from probes.base import Report
-from probes.logit_lens import LensConfig
+from engram_lab.models.handle import Handle
+from engram_lab.probes import logit_lens
+from engram_lab.probes.base import Report
+from engram_lab.probes.logit_lens import LensConfig
 from tests.lab import memory_lab
 from tests.lab.memory_lab import CONTEXT
 from tests.models import tiny

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from streamlit.testing.v1 import AppTest
 
-from lab import runner
+from engram_lab.lab import runner
 
 APP = Path(runner.__file__).with_name("app.py")
 PAGES = APP.parent.parent / "pages"

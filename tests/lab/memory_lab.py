@@ -12,11 +12,11 @@ import streamlit as st
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from lab import card, facts_files, kv_scenarios, texts
-from models import loading
-from models.engram import EngramForCausalLM
-from probes.fact_sets import Expected, StatedFact
-from probes.kv_scenario import Scenario
+from engram_lab.lab import card, facts_files, kv_scenarios, texts
+from engram_lab.models import loading
+from engram_lab.models.engram import EngramForCausalLM
+from engram_lab.probes.fact_sets import Expected, StatedFact
+from engram_lab.probes.kv_scenario import Scenario
 from tests.models import tiny
 
 CONTEXT = 640  # tokens

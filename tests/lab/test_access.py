@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from lab import access
-from lab.access import Guard, is_readable_by_others, read_password
-from models.errors import LabError
+from engram_lab.lab import access
+from engram_lab.lab.access import Guard, is_readable_by_others, read_password
+from engram_lab.models.errors import LabError
 
 PASSWORD = "hunter: höhle"
 

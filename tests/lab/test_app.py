@@ -11,12 +11,12 @@ import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
 
-from lab import card, figures, lens_summaries, runner, texts
-from models import loading
-from models.errors import LabError
-from models.handle import Handle
-from probes import logit_lens, tuned_lens
-from probes.logit_lens import LensConfig
+from engram_lab.lab import card, figures, lens_summaries, runner, texts
+from engram_lab.models import loading
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import logit_lens, tuned_lens
+from engram_lab.probes.logit_lens import LensConfig
 from tests.lab.driving import APP, PAGES, change, chart, clean, command, numbers, sentence, table
 from tests.probes.test_tuned_lens import translators
 
@@ -275,7 +275,7 @@ def test_a_link_reopens_the_request() -> None:
     at.run()
     at = clean(at.switch_page(LENS).run())
     config = LensConfig(("engram-mini",), ("the <mill> & $5",), " the", 3)
-    from lab.export import command_line
+    from engram_lab.lab.export import command_line
 
     assert command(at) == command_line("lens", config)
     assert at.selectbox(key="colour").value == "target rank"

@@ -20,11 +20,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lab import archive
-from lab.archive import ArchiveError, export_session, import_session, read_archive
-from lab.store import Store, UnknownSessionError, open_store
-from models.errors import LabError
-from probes.base import Report
+from engram_lab.lab import archive
+from engram_lab.lab.archive import ArchiveError, export_session, import_session, read_archive
+from engram_lab.lab.store import Store, UnknownSessionError, open_store
+from engram_lab.models.errors import LabError
+from engram_lab.probes.base import Report
 
 VIEW = {
     "page": "lens",

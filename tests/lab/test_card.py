@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab import card
-from models.handle import open_model
-from probes.logit_lens import LensConfig, run
+from engram_lab.lab import card
+from engram_lab.models.handle import open_model
+from engram_lab.probes.logit_lens import LensConfig, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +56,7 @@ def test_the_shipped_pair_shares_its_backbone_shape_and_reads_differently() -> N
 
 
 def test_a_user_can_bring_other_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from lab.cli import main
+    from engram_lab.lab.cli import main
 
     file = tmp_path / "mine.txt"
     file.write_text("The river flows north.\nShe wrote three novels in Paris.\n")

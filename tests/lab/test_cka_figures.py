@@ -10,12 +10,12 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from lab import cka_figures
-from lab.fronts import cka as front
-from models.handle import Handle
-from probes import cka
-from probes.base import Report
-from probes.cka import CKAConfig
+from engram_lab.lab import cka_figures
+from engram_lab.lab.fronts import cka as front
+from engram_lab.models.handle import Handle
+from engram_lab.probes import cka
+from engram_lab.probes.base import Report
+from engram_lab.probes.cka import CKAConfig
 from tests.models import tiny
 
 TEXTS = ("The river runs past the old mill.", "Paris is the capital of France.", "past the old mill", "into the sea")

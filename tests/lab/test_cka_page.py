@@ -13,15 +13,15 @@ import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
 
-from lab import cka_figures, export, runner
-from lab.cli import build_parser, main
-from lab.fronts import cka as front
-from models import loading
-from models.errors import LabError
-from models.handle import Handle
-from probes import cka
-from probes.cka import CKAConfig
-from probes.points import read_sentences, take, to_json_lines
+from engram_lab.lab import cka_figures, export, runner
+from engram_lab.lab.cli import build_parser, main
+from engram_lab.lab.fronts import cka as front
+from engram_lab.models import loading
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import cka
+from engram_lab.probes.cka import CKAConfig
+from engram_lab.probes.points import read_sentences, take, to_json_lines
 from tests.lab.driving import APP, change, chart, clean, command, numbers, sentence
 from tests.lab.test_export import words
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from lab import export
-from lab.cli import main, progress_line
-from models.handle import open_model
-from probes.base import Report
-from probes.logit_lens import LensConfig, run
+from engram_lab.lab import export
+from engram_lab.lab.cli import main, progress_line
+from engram_lab.models.handle import open_model
+from engram_lab.probes.base import Report
+from engram_lab.probes.logit_lens import LensConfig, run
 from tests.models import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -54,13 +54,13 @@ def test_json_on_stdout_is_the_report_and_nothing_else(folder: Path, capsys: Cap
 def test_what_a_library_prints_does_not_reach_stdout(
     folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import models.handle
+    from engram_lab.models import handle
 
     def chatty(*args: Any, **options: Any) -> Any:
         print("Welcome to the library!")
         return open_model(*args, **options)
 
-    monkeypatch.setattr(models.handle, "open_model", chatty)
+    monkeypatch.setattr(handle, "open_model", chatty)
     assert lens("--model", folder / "one", "--prompt", "a", "--json", "-") == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["probe"] == "lens" and "Welcome" in err
@@ -165,22 +165,22 @@ def test_an_unknown_model_names_the_way_out(capsys: Capture, monkeypatch: pytest
 
 
 def test_an_interrupt_exits_with_130(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import models.handle
+    from engram_lab.models import handle
 
     def interrupted(*args: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(models.handle, "open_model", interrupted)
+    monkeypatch.setattr(handle, "open_model", interrupted)
     assert lens("--model", folder / "one", "--prompt", "a") == 130
 
 
 def test_a_fault_of_ours_is_not_passed_off_as_a_bad_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    import models.loading
+    from engram_lab.models import loading
 
     def broken() -> Any:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(models.loading, "list_models", broken)
+    monkeypatch.setattr(loading, "list_models", broken)
     with pytest.raises(ValueError, match="a bug"):
         main(["models"])
 
@@ -219,7 +219,7 @@ def test_asking_for_help_does_not_wait_for_torch() -> None:
 def test_as_a_program(folder: Path, tmp_path: Path) -> None:
     """In a terminal of another encoding, from another folder, with a prompt that is not ASCII."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "lab", "probe", "lens", "--model", str(folder / "one"), "--json", "-"]
+    command = [sys.executable, "-m", "engram_lab.lab", "probe", "lens", "--model", str(folder / "one"), "--json", "-"]
     done = subprocess.run([*command, "--prompt", "東京"], cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == 0 and done.stderr == b"", done.stderr.decode()
     assert json.loads(done.stdout.decode("utf-8"))["config"]["prompts"] == ["東京"]

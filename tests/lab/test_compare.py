@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab import compare
-from lab.compare import Field, fields, verdict
-from lab.fronts import facts_alternatives as front
-from models.errors import LabError
-from models.handle import Handle
-from probes import fact_alternatives, gates, kv_compose, kv_swap, logit_lens, rows
-from probes.base import Report
-from probes.gates import GatesConfig
-from probes.kv_compose import ComposeConfig
-from probes.kv_swap import SwapConfig
-from probes.rows import RowsConfig
+from engram_lab.lab import compare
+from engram_lab.lab.compare import Field, fields, verdict
+from engram_lab.lab.fronts import facts_alternatives as front
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import fact_alternatives, gates, kv_compose, kv_swap, logit_lens, rows
+from engram_lab.probes.base import Report
+from engram_lab.probes.gates import GatesConfig
+from engram_lab.probes.kv_compose import ComposeConfig
+from engram_lab.probes.kv_swap import SwapConfig
+from engram_lab.probes.rows import RowsConfig
 from tests.lab.conftest import PROMPT
 from tests.lab.test_facts_alternatives_front import FACTS, TEXTS
 from tests.probes.kv_tiny import RIVER, opened

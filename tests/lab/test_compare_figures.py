@@ -9,15 +9,15 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from lab import compare_figures as figures
-from lab.theme import PALETTES
-from models.errors import LabError
-from models.handle import Handle
-from probes import PROBES, cka, gates, logit_lens, rows, sensitivity
-from probes.base import Report
-from probes.gates import GatesConfig
-from probes.logit_lens import LensConfig
-from probes.sensitivity import Item, SensitivityConfig, TextSet
+from engram_lab.lab import compare_figures as figures
+from engram_lab.lab.theme import PALETTES
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import PROBES, cka, gates, logit_lens, rows, sensitivity
+from engram_lab.probes.base import Report
+from engram_lab.probes.gates import GatesConfig
+from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet
 from tests.lab.conftest import PROMPT
 
 OTHER = PROMPT.replace("river runs", "mill past")
@@ -52,7 +52,7 @@ def test_every_best_measure_is_an_array_of_its_probe() -> None:
     import importlib
     import typing
 
-    from probes.base import Record, arrays_of
+    from engram_lab.probes.base import Record, arrays_of
 
     def paths(kind: Any, at: str) -> set[str]:
         found = {f"{at}{name}" for name in arrays_of(kind)}

@@ -30,11 +30,11 @@ from streamlit.testing.v1.element_tree import (
     Widget,
 )  # fmt: skip
 
-from lab import facts_files, facts_page, kv_scenarios, reopened
-from models.handle import open_model
-from probes import logit_lens, rows
-from probes.logit_lens import LensConfig
-from probes.rows import RowsConfig
+from engram_lab.lab import facts_files, facts_page, kv_scenarios, reopened
+from engram_lab.models.handle import open_model
+from engram_lab.probes import logit_lens, rows
+from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.rows import RowsConfig
 from tests.full import FULL
 from tests.lab import memory_lab
 from tests.lab.driving import PAGES, clean, open_page

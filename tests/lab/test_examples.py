@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lab import cli
-from lab.archive import Archive, read_archive
-from lab.examples_command import EXAMPLES, SESSIONS, Example
-from lab.fronts import front
-from lab.replay import Replayer
+from engram_lab.lab import cli
+from engram_lab.lab.archive import Archive, read_archive
+from engram_lab.lab.examples_command import EXAMPLES, SESSIONS, Example
+from engram_lab.lab.fronts import front
+from engram_lab.lab.replay import Replayer
 
 
 @pytest.fixture(scope="module", params=EXAMPLES, ids=lambda example: example.file)

@@ -12,12 +12,12 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from lab import export
-from lab.cli import build_parser, main
-from models.errors import LabError
-from probes.base import Report
-from probes.logit_lens import LensConfig
-from probes.sensitivity import Item, SensitivityConfig, TextSet
+from engram_lab.lab import export
+from engram_lab.lab.cli import build_parser, main
+from engram_lab.models.errors import LabError
+from engram_lab.probes.base import Report
+from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet
 
 NASTY = '-x it\'s "quoted" $HOME `ls` \\n\nnaïve 東京 👍🏽 <b>'
 

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab import facts_alternatives_figures as figures
-from lab import facts_files
-from lab.fronts import arguments
-from lab.fronts import facts_alternatives as front
-from lab.texts import held_out
-from models.errors import LabError
-from models.handle import Handle
-from probes import fact_alternatives
-from probes.base import Report
-from probes.fact_alternatives import AlternativesConfig, StatedFact, Writing, prompts_of
+from engram_lab.lab import facts_alternatives_figures as figures
+from engram_lab.lab import facts_files
+from engram_lab.lab.fronts import arguments
+from engram_lab.lab.fronts import facts_alternatives as front
+from engram_lab.lab.texts import held_out
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import fact_alternatives
+from engram_lab.probes.base import Report
+from engram_lab.probes.fact_alternatives import AlternativesConfig, StatedFact, Writing, prompts_of
 
 FACTS = (
     StatedFact("The river runs past", " the sea", ("Past the mill runs",)),

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from lab import facts_command
-from models import loading
-from models.errors import LabError
-from models.handle import open_model
-from models.overlay import Fact, load_overlay, prepare
-from probes.fact_sets import StatedFact, Writing, write
+from engram_lab.lab import facts_command
+from engram_lab.models import loading
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import open_model
+from engram_lab.models.overlay import Fact, load_overlay, prepare
+from engram_lab.probes.fact_sets import StatedFact, Writing, write
 from tests.lab import memory_lab
 
 RIVER, MILL = "The river runs => past", "Into the old => mill"

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from lab import facts_figures
-from lab.fronts import facts_check, facts_density, facts_layers
-from probes import fact_check, fact_density, fact_layers
-from probes.base import Report
-from probes.fact_check import CheckConfig
-from probes.fact_density import DensityConfig
-from probes.fact_layers import LayersConfig
-from probes.fact_locality import BitCheck, Difference
-from probes.fact_sets import Writing
+from engram_lab.lab import facts_figures
+from engram_lab.lab.fronts import facts_check, facts_density, facts_layers
+from engram_lab.probes import fact_check, fact_density, fact_layers
+from engram_lab.probes.base import Report
+from engram_lab.probes.fact_check import CheckConfig
+from engram_lab.probes.fact_density import DensityConfig
+from engram_lab.probes.fact_layers import LayersConfig
+from engram_lab.probes.fact_locality import BitCheck, Difference
+from engram_lab.probes.fact_sets import Writing
 from tests.probes.test_fact_locality import TEXTS
 from tests.probes.test_fact_sets import FACTS
 from tests.probes.test_fact_sets import handle as handle  # the fixture

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from lab import facts_files
-from lab.fronts import arguments, facts_check, facts_density, facts_layers
-from lab.texts import held_out
-from models.errors import LabError
-from probes.base import Report
-from probes.fact_check import CheckConfig
-from probes.fact_density import DensityConfig
-from probes.fact_layers import LayersConfig
-from probes.fact_sets import Expected, StatedFact, Writing, write
+from engram_lab.lab import facts_files
+from engram_lab.lab.fronts import arguments, facts_check, facts_density, facts_layers
+from engram_lab.lab.texts import held_out
+from engram_lab.models.errors import LabError
+from engram_lab.probes.base import Report
+from engram_lab.probes.fact_check import CheckConfig
+from engram_lab.probes.fact_density import DensityConfig
+from engram_lab.probes.fact_layers import LayersConfig
+from engram_lab.probes.fact_sets import Expected, StatedFact, Writing, write
 from tests.probes.test_fact_sets import FACTS
 from tests.probes.test_fact_sets import handle as handle  # the fixture
 
@@ -134,7 +134,7 @@ def test_a_file_that_is_none_is_one_sentence(name: str, text: str, match: str) -
 
 @pytest.fixture(scope="module")
 def reports(handle: Any) -> dict[str, Report]:
-    from probes import fact_check, fact_density, fact_layers
+    from engram_lab.probes import fact_check, fact_density, fact_layers
 
     writing = Writing("maya", 1, steps=4)
     return {

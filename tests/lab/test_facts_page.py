@@ -14,18 +14,18 @@ import torch
 from streamlit.testing.v1 import AppTest
 from transformers import PreTrainedTokenizerFast
 
-from lab import facts_figures, facts_files, facts_page, texts
-from lab.facts_page import FIRST, Said
-from lab.fronts import front
-from models import loading
-from models.errors import DataError
-from models.handle import Handle, open_model
-from models.memory import Edit, addresses, read_memory
-from models.overlay import Stack, prepare
-from probes import fact_check
-from probes.fact_check import CheckConfig
-from probes.fact_locality import table_digest
-from probes.fact_sets import StatedFact, Writing, write
+from engram_lab.lab import facts_figures, facts_files, facts_page, texts
+from engram_lab.lab.facts_page import FIRST, Said
+from engram_lab.lab.fronts import front
+from engram_lab.models import loading
+from engram_lab.models.errors import DataError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.memory import Edit, addresses, read_memory
+from engram_lab.models.overlay import Stack, prepare
+from engram_lab.probes import fact_check
+from engram_lab.probes.fact_check import CheckConfig
+from engram_lab.probes.fact_locality import table_digest
+from engram_lab.probes.fact_sets import StatedFact, Writing, write
 from tests.lab import memory_lab
 from tests.lab.driving import APP, PAGES, chart, clean, command, numbers, sentence, table
 from tests.lab.driving import put as change

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from lab import facts_files, facts_page, facts_users, reopened, runner, texts
-from lab.fronts import facts_alternatives, front, settled
-from models.handle import open_model
-from models.memory import addresses
-from probes import PROBES, fact_check, fact_density, fact_sets
-from probes.fact_check import CheckConfig
-from probes.fact_density import DensityConfig
-from probes.fact_sets import Expected, StatedFact, Writing
+from engram_lab.lab import facts_files, facts_page, facts_users, reopened, runner, texts
+from engram_lab.lab.fronts import facts_alternatives, front, settled
+from engram_lab.models.handle import open_model
+from engram_lab.models.memory import addresses
+from engram_lab.probes import PROBES, fact_check, fact_density, fact_sets
+from engram_lab.probes.fact_check import CheckConfig
+from engram_lab.probes.fact_density import DensityConfig
+from engram_lab.probes.fact_sets import Expected, StatedFact, Writing
 from tests.lab.driving import APP, PAGES, clean
 from tests.lab.viewing import LINES, ONE, noted, stand, there_and_back
 

@@ -12,14 +12,14 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from lab import figures, labels, lens_summaries, training_figures
-from lab.fronts import front
-from lab.theme import PALETTES, Mode
-from models.errors import LabError
-from models.handle import Handle
-from probes import logit_lens, tuned_lens
-from probes.base import Report
-from probes.logit_lens import LensConfig
+from engram_lab.lab import figures, labels, lens_summaries, training_figures
+from engram_lab.lab.fronts import front
+from engram_lab.lab.theme import PALETTES, Mode
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import logit_lens, tuned_lens
+from engram_lab.probes.base import Report
+from engram_lab.probes.logit_lens import LensConfig
 from tests.lab.conftest import training
 from tests.probes.test_tuned_lens import translators
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lab import gates_figures, gates_summaries, labels
-from lab.export import command_line, csv_text, python
-from lab.fronts import arguments, front
-from lab.gates_figures import GATE, KNOCK_OUT, KNOCK_OUT_LOG_PROB, RATIO, SHOWN, WRITTEN
-from lab.theme import Mode
-from models.errors import LabError
-from models.handle import Handle
-from probes import gates
-from probes.base import Report
-from probes.gates import GatesConfig
+from engram_lab.lab import gates_figures, gates_summaries, labels
+from engram_lab.lab.export import command_line, csv_text, python
+from engram_lab.lab.fronts import arguments, front
+from engram_lab.lab.gates_figures import GATE, KNOCK_OUT, KNOCK_OUT_LOG_PROB, RATIO, SHOWN, WRITTEN
+from engram_lab.lab.theme import Mode
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import gates
+from engram_lab.probes.base import Report
+from engram_lab.probes.gates import GatesConfig
 from tests.lab.conftest import CONTEXT, PROMPT, TARGET
 from tests.models import tiny
 

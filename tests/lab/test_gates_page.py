@@ -13,12 +13,12 @@ import streamlit as st
 from streamlit.testing.v1 import AppTest
 from transformers import PreTrainedTokenizerFast
 
-from lab import card, gates_figures, gates_summaries, runner, texts
-from lab.export import command_line
-from models import loading
-from models.handle import Handle
-from probes import gates
-from probes.gates import GatesConfig
+from engram_lab.lab import card, gates_figures, gates_summaries, runner, texts
+from engram_lab.lab.export import command_line
+from engram_lab.models import loading
+from engram_lab.models.handle import Handle
+from engram_lab.probes import gates
+from engram_lab.probes.gates import GatesConfig
 from tests.lab.conftest import CONTEXT
 from tests.lab.driving import APP, change, chart, clean, command, numbers, sentence, table
 from tests.lab.test_app import LINES, LONG

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lab import gpu_check
-from lab.cli import main
+from engram_lab.lab import gpu_check
+from engram_lab.lab.cli import main
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

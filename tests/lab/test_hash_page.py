@@ -10,12 +10,12 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
-from lab import hash_steps, runner
-from models import loading, ngrams
-from models.canonical import canonical_map
-from models.errors import LabError
-from models.handle import open_model
-from models.memory import memories, read_memory
+from engram_lab.lab import hash_steps, runner
+from engram_lab.models import loading, ngrams
+from engram_lab.models.canonical import canonical_map
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import open_model
+from engram_lab.models.memory import memories, read_memory
 from tests.lab.driving import clean, open_page, sentence, table
 from tests.lab.driving import put as change
 

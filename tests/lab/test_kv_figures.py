@@ -8,9 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from lab import kv_figures, kv_set_figures, labels
-from probes import kv_knockout, kv_map, kv_set, kv_swap
-from probes.base import Report
+from engram_lab.lab import kv_figures, kv_set_figures, labels
+from engram_lab.probes import kv_knockout, kv_map, kv_set, kv_swap
+from engram_lab.probes.base import Report
 from tests.probes.kv_tiny import RIVER, opened, right
 
 

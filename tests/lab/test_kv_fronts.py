@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from lab import kv_scenarios
-from lab.fronts import arguments, kv_knockout, kv_map, kv_set, kv_swap
-from models.errors import DataError
-from probes.base import Report
-from probes.kv_knockout import KnockoutConfig
-from probes.kv_map import MapConfig
-from probes.kv_scenario import Scenario
-from probes.kv_set import SetConfig
-from probes.kv_swap import SwapConfig
+from engram_lab.lab import kv_scenarios
+from engram_lab.lab.fronts import arguments, kv_knockout, kv_map, kv_set, kv_swap
+from engram_lab.models.errors import DataError
+from engram_lab.probes.base import Report
+from engram_lab.probes.kv_knockout import KnockoutConfig
+from engram_lab.probes.kv_map import MapConfig
+from engram_lab.probes.kv_scenario import Scenario
+from engram_lab.probes.kv_set import SetConfig
+from engram_lab.probes.kv_swap import SwapConfig
 from tests.probes.kv_tiny import RIVER, opened, right
 
 OWN = Scenario(
@@ -128,10 +128,10 @@ def test_what_a_file_of_scenarios_may_hold() -> None:
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Report]:
-    from probes import kv_knockout as knockout_probe
-    from probes import kv_map as map_probe
-    from probes import kv_set as set_probe
-    from probes import kv_swap as swap_probe
+    from engram_lab.probes import kv_knockout as knockout_probe
+    from engram_lab.probes import kv_map as map_probe
+    from engram_lab.probes import kv_set as set_probe
+    from engram_lab.probes import kv_swap as swap_probe
 
     handle = opened("llama")
     good = right(handle)
@@ -164,7 +164,7 @@ def test_rows_are_tidy_and_hold_the_figures(reports: dict[str, Report]) -> None:
 
 
 def test_the_bench_compares_the_same_cells() -> None:
-    from lab.bench_kv import kv_map as bench
+    from engram_lab.lab.bench_kv import kv_map as bench
 
     figures = bench("engram-mini", groups=1, rounds=1)
     assert figures["cells"] > 5 and figures["forwards"] == 1 and figures["largest_difference_of_recovery"] < 1e-3

@@ -14,21 +14,21 @@ import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
 
-from lab import kv_experiments, kv_run_experiments, kv_scenarios, runner
-from lab.cli import build_parser
-from lab.fronts import front
-from models import loading
-from models.errors import LabError
-from models.handle import Handle
-from probes import kv_compose, kv_erratum, kv_knockout, kv_map, kv_reasoning, kv_set, kv_swap
-from probes.kv_compose import ComposeConfig
-from probes.kv_erratum import ErratumConfig
-from probes.kv_knockout import KnockoutConfig
-from probes.kv_map import MapConfig
-from probes.kv_reasoning import ReasoningConfig
-from probes.kv_scenario import Scenario
-from probes.kv_set import SetConfig
-from probes.kv_swap import SwapConfig
+from engram_lab.lab import kv_experiments, kv_run_experiments, kv_scenarios, runner
+from engram_lab.lab.cli import build_parser
+from engram_lab.lab.fronts import front
+from engram_lab.models import loading
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import kv_compose, kv_erratum, kv_knockout, kv_map, kv_reasoning, kv_set, kv_swap
+from engram_lab.probes.kv_compose import ComposeConfig
+from engram_lab.probes.kv_erratum import ErratumConfig
+from engram_lab.probes.kv_knockout import KnockoutConfig
+from engram_lab.probes.kv_map import MapConfig
+from engram_lab.probes.kv_reasoning import ReasoningConfig
+from engram_lab.probes.kv_scenario import Scenario
+from engram_lab.probes.kv_set import SetConfig
+from engram_lab.probes.kv_swap import SwapConfig
 from tests.lab.driving import APP, change, chart, clean, command, numbers, sentence, table
 from tests.lab.test_export import words
 from tests.probes.kv_tiny import RIVER, right

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab import kv_run_figures as figures
-from lab.fronts import kv_compose, kv_erratum, kv_reasoning
-from models.errors import LabError
-from probes import kv_compose as compose_probe
-from probes import kv_erratum as erratum_probe
-from probes import kv_reasoning as reasoning_probe
-from probes.base import Report
-from probes.kv_compose import ComposeConfig
-from probes.kv_erratum import ErratumConfig
-from probes.kv_reasoning import ReasoningConfig
+from engram_lab.lab import kv_run_figures as figures
+from engram_lab.lab.fronts import kv_compose, kv_erratum, kv_reasoning
+from engram_lab.models.errors import LabError
+from engram_lab.probes import kv_compose as compose_probe
+from engram_lab.probes import kv_erratum as erratum_probe
+from engram_lab.probes import kv_reasoning as reasoning_probe
+from engram_lab.probes.base import Report
+from engram_lab.probes.kv_compose import ComposeConfig
+from engram_lab.probes.kv_erratum import ErratumConfig
+from engram_lab.probes.kv_reasoning import ReasoningConfig
 from tests.lab.test_kv_fronts import LOOK, OWN, again, parsed, small_library
 from tests.probes.kv_tiny import opened
 from tests.probes.test_kv_compose import BLOCK, PREFIX, SUFFIX

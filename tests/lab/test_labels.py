@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from lab import labels
-from models.handle import Handle
+from engram_lab.lab import labels
+from engram_lab.models.handle import Handle
 from tests.models import tiny
 
 NASTY = [
@@ -118,7 +118,7 @@ def test_short() -> None:
 
 def test_example_prompts_are_texts_of_our_own() -> None:
     """They are what the lens page opens with: each is more than one word and says why it is worth a look."""
-    from lab import texts
+    from engram_lab.lab import texts
 
     assert all(len(e["prompt"].split()) > 1 and e["title"] and e["why"] for e in texts.examples())
     assert len(texts.held_out()) > 100

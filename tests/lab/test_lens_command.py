@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from lab import lens_command
-from models import loading
-from models.handle import open_model
-from probes import logit_lens, tuned_lens
-from probes.logit_lens import LensConfig
+from engram_lab.lab import lens_command
+from engram_lab.models import loading
+from engram_lab.models.handle import open_model
+from engram_lab.probes import logit_lens, tuned_lens
+from engram_lab.probes.logit_lens import LensConfig
 
 RUN = """
 import argparse, sys
 from pathlib import Path
-from lab import lens_command
-from models import loading
+from engram_lab.lab import lens_command
+from engram_lab.models import loading
 loading.SHIPPED = Path(sys.argv.pop(1))
 parser = argparse.ArgumentParser()
 lens_command.add_arguments(parser)

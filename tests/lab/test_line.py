@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.line import Line
+from engram_lab.lab.line import Line
 
 SOON = 20.0  # seconds in which whatever is due has happened, on a busy machine too
 Needs = frozenset[str] | None

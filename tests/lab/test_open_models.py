@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab import open_models, shortage
-from lab.line import Line
-from lab.open_models import OpenModels, Settings
-from models.errors import CheckpointError, LabError, OutOfMemoryError, UnknownModelError
-from models.handle import Handle, open_model
-from probes.logit_lens import LensConfig
+from engram_lab.lab import open_models, shortage
+from engram_lab.lab.line import Line
+from engram_lab.lab.open_models import OpenModels, Settings
+from engram_lab.models.errors import CheckpointError, LabError, OutOfMemoryError, UnknownModelError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.probes.logit_lens import LensConfig
 from tests.full import FULL
 from tests.lab.test_line import SOON, Gone, soon
 
@@ -186,8 +186,8 @@ def test_to_and_fro_keeps_one_and_no_memory() -> None:
     """On the shipped models, whose weights are worth looking at: in a process of its own, which is small before."""
     code = """
         import psutil, sys
-        from lab.line import Line
-        from lab.open_models import OpenModels
+        from engram_lab.lab.line import Line
+        from engram_lab.lab.open_models import OpenModels
         models = OpenModels(Line(), most=lambda: 1)
         def rss():
             return psutil.Process().memory_info().rss / 1e6

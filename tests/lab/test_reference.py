@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from lab import facts_page, reference
-from lab.cli import build_parser
-from lab.fronts import front
-from lab.reference import ENTRIES
-from lab.reference_entry import rows
-from models.handle import open_model
-from probes import PROBES
+from engram_lab.lab import facts_page, reference
+from engram_lab.lab.cli import build_parser
+from engram_lab.lab.fronts import front
+from engram_lab.lab.reference import ENTRIES
+from engram_lab.lab.reference_entry import rows
+from engram_lab.models.handle import open_model
+from engram_lab.probes import PROBES
 from tests.lab import memory_lab
 from tests.lab.driving import PAGES, clean, open_page
 from tests.probes.kv_tiny import RIVER, right

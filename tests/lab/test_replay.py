@@ -14,31 +14,31 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lab import cli, replay
-from lab.archive import export_session
-from lab.fronts import facts_alternatives
-from lab.replay import Replayed, Replayer
-from lab.store import NewRun, environment, open_store
-from models import loading
-from models.errors import LabError
-from models.handle import Handle, open_model
-from probes import PROBES
-from probes.base import Record
-from probes.cka import CKAConfig
-from probes.fact_check import CheckConfig
-from probes.fact_density import DensityConfig
-from probes.fact_layers import LayersConfig
-from probes.gates import GatesConfig
-from probes.kv_compose import ComposeConfig
-from probes.kv_erratum import ErratumConfig
-from probes.kv_knockout import KnockoutConfig
-from probes.kv_map import MapConfig
-from probes.kv_reasoning import ReasoningConfig
-from probes.kv_set import SetConfig
-from probes.kv_swap import SwapConfig
-from probes.logit_lens import LensConfig
-from probes.rows import RowsConfig
-from probes.sensitivity import Item, SensitivityConfig, TextSet
+from engram_lab.lab import cli, replay
+from engram_lab.lab.archive import export_session
+from engram_lab.lab.fronts import facts_alternatives
+from engram_lab.lab.replay import Replayed, Replayer
+from engram_lab.lab.store import NewRun, environment, open_store
+from engram_lab.models import loading
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.probes import PROBES
+from engram_lab.probes.base import Record
+from engram_lab.probes.cka import CKAConfig
+from engram_lab.probes.fact_check import CheckConfig
+from engram_lab.probes.fact_density import DensityConfig
+from engram_lab.probes.fact_layers import LayersConfig
+from engram_lab.probes.gates import GatesConfig
+from engram_lab.probes.kv_compose import ComposeConfig
+from engram_lab.probes.kv_erratum import ErratumConfig
+from engram_lab.probes.kv_knockout import KnockoutConfig
+from engram_lab.probes.kv_map import MapConfig
+from engram_lab.probes.kv_reasoning import ReasoningConfig
+from engram_lab.probes.kv_set import SetConfig
+from engram_lab.probes.kv_swap import SwapConfig
+from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.rows import RowsConfig
+from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet
 from tests.lab.conftest import PROMPT
 from tests.lab.test_facts_alternatives_front import FACTS, SMALL, TEXTS
 from tests.probes.kv_tiny import RIVER
@@ -187,7 +187,7 @@ def test_a_device_that_is_not_here_is_replaced_by_the_cpu_and_named(make: Make) 
 
 
 def test_the_dtype_on_record_is_used(lab: Path) -> None:
-    from probes import logit_lens
+    from engram_lab.probes import logit_lens
 
     half = NewRun(logit_lens.run([open_model(DENSE, dtype="bfloat16")], DENSE_LENS))
     assert half.report.protocol.models[0].dtype == "bfloat16"
@@ -337,7 +337,7 @@ def test_an_interrupt_closes_the_models_and_ends_with_130(archive: Path, monkeyp
 
 
 def test_names_out_of_a_file_cannot_steer_the_terminal() -> None:
-    from lab.replay_command import _cells, _line
+    from engram_lab.lab.replay_command import _cells, _line
 
     own = Replayed(1, "lens", ("a\x1b[31m\rb\n",), "not run", wrong=("\x07ring",))
     line = _line(_cells(own), [0] * 7)

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lab import report_figures, report_html
-from lab.fronts import front
-from lab.report_html import html_report, markdown
-from lab.store import Store, open_store
-from models import loading
-from models.handle import Handle
-from probes import gates, logit_lens, rows
-from probes.base import Report
-from probes.gates import GatesConfig
-from probes.logit_lens import LensConfig
-from probes.rows import RowsConfig
+from engram_lab.lab import report_figures, report_html
+from engram_lab.lab.fronts import front
+from engram_lab.lab.report_html import html_report, markdown
+from engram_lab.lab.store import Store, open_store
+from engram_lab.models import loading
+from engram_lab.models.handle import Handle
+from engram_lab.probes import gates, logit_lens, rows
+from engram_lab.probes.base import Report
+from engram_lab.probes.gates import GatesConfig
+from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.rows import RowsConfig
 from tests.models import tiny
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\"'&{{ 7 * 7 }}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lab.retrieval import best
+from engram_lab.lab.retrieval import best
 
 DOCUMENTS = ["red boat sails", "red red house", "Maya's green boat", "the"]
 

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lab import rows_command
-from models import loading, row_counts
-from models.errors import DataError, LabError
-from models.handle import open_model
-from models.memory import read_memory
+from engram_lab.lab import rows_command
+from engram_lab.models import loading, row_counts
+from engram_lab.models.errors import DataError, LabError
+from engram_lab.models.handle import open_model
+from engram_lab.models.memory import read_memory
 from tests.lab import memory_lab
 
 ROOT = Path(__file__).parents[2]

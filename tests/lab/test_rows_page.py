@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from lab import export, labels, rows_figures, runner, texts
-from lab.fronts import arguments
-from lab.fronts import rows as front
-from models import row_counts
-from models.errors import LabError
-from models.handle import Handle, open_model
-from models.ngrams import packed
-from probes import rows
-from probes.base import Report
-from probes.rows import RowsConfig
+from engram_lab.lab import export, labels, rows_figures, runner, texts
+from engram_lab.lab.fronts import arguments
+from engram_lab.lab.fronts import rows as front
+from engram_lab.models import row_counts
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.ngrams import packed
+from engram_lab.probes import rows
+from engram_lab.probes.base import Report
+from engram_lab.probes.rows import RowsConfig
 from tests.lab.driving import chart, clean, command, open_page, sentence, table
 from tests.lab.driving import put as change
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import streamlit as st
 
-from lab import open_models, runner
-from lab.open_models import Settings
-from models import loading
-from models.errors import LabError
+from engram_lab.lab import open_models, runner
+from engram_lab.lab.open_models import Settings
+from engram_lab.models import loading
+from engram_lab.models.errors import LabError
 
 
 @pytest.fixture(autouse=True)

@@ -12,15 +12,15 @@ import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
 
-from lab import export, runner
-from lab.cli import build_parser
-from lab.fronts import sensitivity as front
-from lab.texts import items_of, shipped_sets
-from models import loading
-from models.errors import DataError
-from models.handle import Handle
-from probes import sensitivity
-from probes.sensitivity import Item, SensitivityConfig, TextSet
+from engram_lab.lab import export, runner
+from engram_lab.lab.cli import build_parser
+from engram_lab.lab.fronts import sensitivity as front
+from engram_lab.lab.texts import items_of, shipped_sets
+from engram_lab.models import loading
+from engram_lab.models.errors import DataError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import sensitivity
+from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet
 from tests.lab.driving import APP, change, chart, clean, command, numbers, sentence, table
 from tests.lab.test_export import words
 

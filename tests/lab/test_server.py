@@ -21,9 +21,9 @@ from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from lab import server
-from lab.cli import main
-from models.errors import LabError
+from engram_lab.lab import server
+from engram_lab.lab.cli import main
+from engram_lab.models.errors import LabError
 
 ROOT = Path(__file__).parents[2]
 PASSWORD, HEADER = "correct horse", "X-Forwarded-User"
@@ -64,7 +64,7 @@ def begin(folder: Path, name: str, *options: str) -> App:
     errors = folder / f"{name}.err"
     with errors.open("w") as written:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lab", "app", "--port", "0", *options],
+            [sys.executable, "-m", "engram_lab.lab", "app", "--port", "0", *options],
             cwd=ROOT,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "ENGRAM_LAB_DATA": str(folder)},
             stdout=subprocess.PIPE,

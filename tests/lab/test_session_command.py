@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lab.archive import read_archive
-from lab.cli import main
-from lab.store import open_store
-from models import loading
-from probes.base import Report
+from engram_lab.lab.archive import read_archive
+from engram_lab.lab.cli import main
+from engram_lab.lab.store import open_store
+from engram_lab.models import loading
+from engram_lab.probes.base import Report
 
 
 class Command:

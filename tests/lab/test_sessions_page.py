@@ -10,12 +10,12 @@ import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
 
-from lab import archive, card, compare_figures, reopened, runner
-from lab.store import Store, open_store
-from models import loading
-from models.handle import Handle
-from probes import logit_lens
-from probes.logit_lens import LensConfig
+from engram_lab.lab import archive, card, compare_figures, reopened, runner
+from engram_lab.lab.store import Store, open_store
+from engram_lab.models import loading
+from engram_lab.models.handle import Handle
+from engram_lab.probes import logit_lens
+from engram_lab.probes.logit_lens import LensConfig
 from tests.lab.test_app import app, chart, clean, curve, numbers, sentence
 
 PAGES = Path(runner.__file__).parent.parent / "pages"

@@ -17,12 +17,12 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from lab import export, sweep_command, sweep_run, sweep_table
-from lab.cli import main
-from lab.store import RunInfo, open_store
-from models.handle import open_model
-from probes import logit_lens
-from probes.logit_lens import LensConfig
+from engram_lab.lab import export, sweep_command, sweep_run, sweep_table
+from engram_lab.lab.cli import main
+from engram_lab.lab.store import RunInfo, open_store
+from engram_lab.models.handle import open_model
+from engram_lab.probes import logit_lens
+from engram_lab.probes.logit_lens import LensConfig
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
@@ -241,7 +241,7 @@ def test_after_an_interrupt_it_goes_on(how: signal.Signals, shipped: Path, tmp_p
     content = lens(shipped, seed=list(range(8)), prompts="set.txt", bootstrap=20_000)  # so that a cell takes a while
     del content["options"]["prompt"]
     file, table = written(tmp_path, content), tmp_path / "t.parquet"
-    command = [sys.executable, "-m", "lab", "sweep", str(file), "--store", store, "--out", str(table)]
+    command = [sys.executable, "-m", "engram_lab.lab", "sweep", str(file), "--store", store, "--out", str(table)]
     opened = open_store(store)
 
     def runs() -> tuple[RunInfo, ...]:

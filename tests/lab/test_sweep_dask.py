@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from lab import sweep, sweep_dask, sweep_run
-from lab.store import open_store
+from engram_lab.lab import sweep, sweep_dask, sweep_run
+from engram_lab.lab.store import open_store
 from tests.lab.test_sweep import Capture, lens, reports_of, run, runs_of, written
 
 distributed = pytest.importorskip("distributed")
@@ -27,7 +27,7 @@ def cluster() -> Iterator[Any]:
         n_workers=2, processes=True, threads_per_worker=1, dashboard_address=None, silence_logs=50
     ) as made:
         with distributed.Client(made, set_as_default=False) as client:  # or the first that is ready takes every cell
-            client.run(importlib.import_module, "lab.sweep_dask")
+            client.run(importlib.import_module, "engram_lab.lab.sweep_dask")
         yield made
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lab import sweep, sweep_command
-from lab.cli import build_parser
-from lab.fronts import FRONTS, front
-from probes.gates import GatesConfig
-from probes.logit_lens import LensConfig
+from engram_lab.lab import sweep, sweep_command
+from engram_lab.lab.cli import build_parser
+from engram_lab.lab.fronts import FRONTS, front
+from engram_lab.probes.gates import GatesConfig
+from engram_lab.probes.logit_lens import LensConfig
 from tests.lab.test_sweep import Capture, run, written
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from lab.cli import main
+from engram_lab.lab.cli import main
 
 SMALL = shlex.split(
     "--vocab-size 320 --n-layers 2 --d-model 32 --n-attention-heads 2 --d-mlp 48 --context 64 --short-context 32 "
@@ -57,7 +57,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(text: Path, tmp_path: Path) -> 
     command = ["train", "--out", str(tmp_path / "run"), "--text", str(text), "--tokens", "3840", *SMALL]
     log = tmp_path / "run" / "engram" / "log.jsonl"
     with subprocess.Popen(
-        [sys.executable, "-m", "lab", *command, "--tokens", "1280000"],
+        [sys.executable, "-m", "engram_lab.lab", *command, "--tokens", "1280000"],
         cwd=Path(__file__).parents[2],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,

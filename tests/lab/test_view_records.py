@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lab import views
-from lab.views import View
-from models.errors import DataError
+from engram_lab.lab import views
+from engram_lab.lab.views import View
+from engram_lab.models.errors import DataError
 
 PLAIN = {"prompt": "a <b>", "pos": 3, "tuned": True, "again": [0, 2], "none": None, "x": 0.5}
 

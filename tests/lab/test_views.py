@@ -10,32 +10,32 @@ from typing import Any
 
 import pytest
 
-from lab import kv_scenarios, runner, texts
-from lab.fronts import cka as cka_front
-from lab.fronts import front, settled, widgets
-from lab.fronts.kv_compose import AGAIN, LENGTHS
-from lab.fronts.kv_erratum import POLICIES
-from lab.fronts.kv_reasoning import TOKENS
-from lab.fronts.kv_swap import SIZES
-from lab.fronts.rows import own_sentences
-from models.errors import LabError
-from models.handle import open_model
-from probes import gates, rows, tuned_lens
-from probes.base import Record
-from probes.cka import CKAConfig
-from probes.gates import GatesConfig
-from probes.kv_compose import ComposeConfig
-from probes.kv_erratum import ErratumConfig
-from probes.kv_knockout import TARGETS, KnockoutConfig
-from probes.kv_map import MapConfig
-from probes.kv_reasoning import ReasoningConfig
-from probes.kv_scenario import ALIGN, Scenario
-from probes.kv_set import SetConfig
-from probes.kv_swap import SwapConfig
-from probes.logit_lens import LensConfig
-from probes.points import take
-from probes.rows import RowsConfig
-from probes.sensitivity import Item, SensitivityConfig, TextSet
+from engram_lab.lab import kv_scenarios, runner, texts
+from engram_lab.lab.fronts import cka as cka_front
+from engram_lab.lab.fronts import front, settled, widgets
+from engram_lab.lab.fronts.kv_compose import AGAIN, LENGTHS
+from engram_lab.lab.fronts.kv_erratum import POLICIES
+from engram_lab.lab.fronts.kv_reasoning import TOKENS
+from engram_lab.lab.fronts.kv_swap import SIZES
+from engram_lab.lab.fronts.rows import own_sentences
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import open_model
+from engram_lab.probes import gates, rows, tuned_lens
+from engram_lab.probes.base import Record
+from engram_lab.probes.cka import CKAConfig
+from engram_lab.probes.gates import GatesConfig
+from engram_lab.probes.kv_compose import ComposeConfig
+from engram_lab.probes.kv_erratum import ErratumConfig
+from engram_lab.probes.kv_knockout import TARGETS, KnockoutConfig
+from engram_lab.probes.kv_map import MapConfig
+from engram_lab.probes.kv_reasoning import ReasoningConfig
+from engram_lab.probes.kv_scenario import ALIGN, Scenario
+from engram_lab.probes.kv_set import SetConfig
+from engram_lab.probes.kv_swap import SwapConfig
+from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.points import take
+from engram_lab.probes.rows import RowsConfig
+from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet
 from tests.lab.viewing import LINES, NASTY, ONE, TWO, noted, resampled, some, stand, there_and_back
 from tests.probes.kv_tiny import RIVER
 from tests.probes.test_tuned_lens import translators
@@ -260,6 +260,6 @@ def test_the_page_shows_what_was_kept() -> None:
     """With the runner itself: the result on the page is that of the request."""
     config = LensConfig(TWO, (NASTY,), " the", 3)
     at = stand(front("lens").view(config))
-    from lab.export import command_line
+    from engram_lab.lab.export import command_line
 
     assert at.code[0].value == command_line("lens", config)

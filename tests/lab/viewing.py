@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from lab import runner
-from lab.fronts import front
-from lab.views import View
-from probes.base import Record
+from engram_lab.lab import runner
+from engram_lab.lab.fronts import front
+from engram_lab.lab.views import View
+from engram_lab.probes.base import Record
 from tests.lab.driving import APP, PAGES, clean
 
 ONE, TWO, NASTY = ("engram-mini",), ("engram-mini", "dense-mini"), "The <mill> $5 `x` *old* 東京 & \\n\nand a line"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.engram import CACHE_ARGUMENT, EngramConfig, EngramForCausalLM
+from engram_lab.models.engram import CACHE_ARGUMENT, EngramConfig, EngramForCausalLM
 
 VOCAB, CANONICAL, PAD, N, HEADS, D, HEAD_DIM = 97, 71, 3, 3, 2, 32, 8
 LAYERS = (0, 2)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from models.canonical import canonical_ids, canonical_key, canonical_map, check_map, map_sha256, normalise
-from models.data import train_tokenizer
-from models.engram import EngramConfig, EngramForCausalLM
-from models.errors import TokenizerMismatchError
+from engram_lab.models.canonical import canonical_ids, canonical_key, canonical_map, check_map, map_sha256, normalise
+from engram_lab.models.data import train_tokenizer
+from engram_lab.models.engram import EngramConfig, EngramForCausalLM
+from engram_lab.models.errors import TokenizerMismatchError
 
 ROWS = json.loads((Path(__file__).parent / "golden_engram.json").read_text())["D_canonical_ids"]["rows"]
 SIZE = 285

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from models.data import PackedStream, file_documents, is_held_out, prepare
-from models.errors import DataError
+from engram_lab.models.data import PackedStream, file_documents, is_held_out, prepare
+from engram_lab.models.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,10 @@ import torch
 from huggingface_hub import constants
 from transformers import PreTrainedTokenizerFast
 
-from models import download
-from models.download import SOURCES, DownloadError, Source, bring, get_model
-from models.errors import Cancelled, UnknownModelError
-from models.handle import Handle, list_models, open_model
+from engram_lab.models import download
+from engram_lab.models.download import SOURCES, DownloadError, Source, bring, get_model
+from engram_lab.models.errors import Cancelled, UnknownModelError
+from engram_lab.models.handle import Handle, list_models, open_model
 from tests.models import gguf_file, tiny
 
 NAME = "smollm2-135m"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from models.engram import EngramForCausalLM, gate_ceiling
+from engram_lab.models.engram import EngramForCausalLM, gate_ceiling
 from tests.models.plain_engram import (
     CANONICAL,
     LAYERS,

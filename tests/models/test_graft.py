@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from models.canonical import canonical_map
-from models.engram import CACHE_ARGUMENT
-from models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError
-from models.graft import graft, graft_of, load_graft, orthogonal, save_graft
-from models.handle import Handle, open_model
-from models.hashing import NgramHash, shift_right
-from models.memory import addresses, memories, read_memory
-from models.overlay import Fact, LayerRows, Overlay, prepare
+from engram_lab.models.canonical import canonical_map
+from engram_lab.models.engram import CACHE_ARGUMENT
+from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError
+from engram_lab.models.graft import graft, graft_of, load_graft, orthogonal, save_graft
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.hashing import NgramHash, shift_right
+from engram_lab.models.memory import addresses, memories, read_memory
+from engram_lab.models.overlay import Fact, LayerRows, Overlay, prepare
 from tests.models import tiny
 from tests.models.plain_engram import build
 

@@ -20,8 +20,8 @@ from tokenizers import normalizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from models.errors import CheckpointError, LabError, PromptError, TargetError
-from models.handle import Handle, open_model, single_token
+from engram_lab.models.errors import CheckpointError, LabError, PromptError, TargetError
+from engram_lab.models.handle import Handle, open_model, single_token
 from tests.full import FULL
 from tests.models import tiny
 
@@ -307,16 +307,16 @@ def test_the_fingerprint_is_of_the_weights(checkpoint: Path, tokenizer: PreTrain
 
 def test_a_trace_survives_an_edit_of_its_source(tmp_path: Path) -> None:
     """nnsight compiles a trace from the file's text when it is first run, maybe long after the import."""
-    shutil.copytree(ROOT / "models", tmp_path / "models")
+    shutil.copytree(ROOT / "models", tmp_path / "engram_lab" / "models")
     script = f"""
 import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]
 from pathlib import Path
-import models.handle
-assert Path(models.handle.__file__).parent.parent == Path({str(tmp_path)!r})
-file = Path(models.handle.__file__)
+from engram_lab.models import handle
+assert Path(handle.__file__).parents[2] == Path({str(tmp_path)!r})
+file = Path(handle.__file__)
 file.write_text("import os\\n" * 7 + file.read_text())
 from tests.models import tiny
-h = models.handle.Handle(tiny.make("llama"), tiny.byte_level(), "llama")
+h = handle.Handle(tiny.make("llama"), tiny.byte_level(), "llama")
 print(h.residuals([[1, 2, 3]]).states.shape)
 """
     (tmp_path / "run.py").write_text(script)

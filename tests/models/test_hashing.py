@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.engram import EngramConfig, document_reach, gate_ceiling, gate_value
-from models.hashing import (
+from engram_lab.models.engram import EngramConfig, document_reach, gate_ceiling, gate_value
+from engram_lab.models.hashing import (
     INT64_MAX,
     NgramHash,
     is_prime,

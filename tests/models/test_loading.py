@@ -19,10 +19,10 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from models import loading
-from models.engram import EngramConfig, EngramForCausalLM
-from models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError
-from models.handle import Handle, list_models, open_model
+from engram_lab.models import loading
+from engram_lab.models.engram import EngramConfig, EngramForCausalLM
+from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError
+from engram_lab.models.handle import Handle, list_models, open_model
 from tests.models import tiny
 from tests.models.gguf_file import write_llama
 
@@ -139,7 +139,7 @@ def test_the_cache_folder_is_where_the_platform_keeps_such(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("models.loading.sys.platform", platform)
+    monkeypatch.setattr("engram_lab.models.loading.sys.platform", platform)
     assert loading.cache_folder() == Path(wanted).expanduser()
 
 
@@ -311,7 +311,7 @@ def test_a_file_saved_over_a_loaded_one_does_not_change_the_model(checkpoint: Pa
 # Not ru_maxrss, which a child process inherits from its parent.
 MEMORY = """
 import sys
-from models.handle import open_model
+from engram_lab.models.handle import open_model
 small, large = sys.argv[1:]
 def peak():
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))

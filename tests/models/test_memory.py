@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.engram import EngramForCausalLM
-from models.errors import LabError
-from models.handle import Handle
-from models.memory import CONTROLS, Control, Edit, edited_logits, edited_rows, memories, read_memory
+from engram_lab.models.engram import EngramForCausalLM
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import CONTROLS, Control, Edit, edited_logits, edited_rows, memories, read_memory
 from tests.models import tiny
 from tests.models.plain_engram import CANONICAL, LAYERS, build, logits, plain_memory, plain_rows, record, tokens
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import ngrams
-from models.canonical import canonical_key, canonical_map
-from models.engram import EngramConfig, EngramForCausalLM
-from models.errors import LabError
-from models.handle import Handle, open_model
-from models.hashing import NgramHash, shift_right
-from models.memory import memories, read_memory
-from models.ngrams import NgramCounter, Ngrams
+from engram_lab.models import ngrams
+from engram_lab.models.canonical import canonical_key, canonical_map
+from engram_lab.models.engram import EngramConfig, EngramForCausalLM
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.hashing import NgramHash, shift_right
+from engram_lab.models.memory import memories, read_memory
+from engram_lab.models.ngrams import NgramCounter, Ngrams
 from tests.models import tiny
 from tests.models.plain_engram import build, record
 

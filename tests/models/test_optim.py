@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from models.optim import LinearCrossEntropy, Muon, orthogonalise
+from engram_lab.models.optim import LinearCrossEntropy, Muon, orthogonalise
 
 
 def test_fused_loss_and_gradients_are_those_of_autograd() -> None:

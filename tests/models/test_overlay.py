@@ -16,11 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models import overlay as module
-from models.errors import LabError
-from models.handle import Handle
-from models.memory import Edit, addresses, edited_logits, edited_rows, read_memory
-from models.overlay import Fact, LayerRows, Overlay, OverlayError, Stack, check_overlay, load_overlay, prepare
+from engram_lab.models import overlay as module
+from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import Edit, addresses, edited_logits, edited_rows, read_memory
+from engram_lab.models.overlay import (
+    Fact,
+    LayerRows,
+    Overlay,
+    OverlayError,
+    Stack,
+    check_overlay,
+    load_overlay,
+    prepare,
+)
 from tests.models import tiny
 from tests.models.plain_engram import HEAD_DIM, LAYERS, build, logits, plain_rows, tokens
 

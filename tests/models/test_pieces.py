@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from models.errors import CheckpointError
-from models.pieces import TokenBytes
+from engram_lab.models.errors import CheckpointError
+from engram_lab.models.pieces import TokenBytes
 from tests.models import tiny
 
 TEXTS = [

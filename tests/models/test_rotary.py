@@ -17,10 +17,10 @@ from transformers import (
     SmolLM3Config,
 )
 
-from models.handle import Handle, open_model
-from models.kv import KV, KVError, splice
-from models.kv_runs import continue_from, prefill
-from models.rotary import find_rotary, move
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.kv import KV, KVError, splice
+from engram_lab.models.kv_runs import continue_from, prefill
+from engram_lab.models.rotary import find_rotary, move
 from tests.models import tiny
 from tests.models.test_kv import close, engram, text
 
@@ -189,10 +189,10 @@ def test_keys_that_no_rotation_explains_are_refused(monkeypatch: pytest.MonkeyPa
     kv = prefill(handle, text()).kv
     # The keys are turned by this module too, so it is only read otherwise: as if its angles were others.
     real = handle.model.model.rotary_emb
-    monkeypatch.setattr("models.rotary._module", lambda handle: _Other(real, 3.0))
+    monkeypatch.setattr("engram_lab.models.rotary._module", lambda handle: _Other(real, 3.0))
     with pytest.raises(KVError, match="in layer 0 do not change with the position as a rotary"):
         move(handle, kv, 3)
-    monkeypatch.setattr("models.rotary._module", lambda handle: nn.Linear(3, 3))
+    monkeypatch.setattr("engram_lab.models.rotary._module", lambda handle: nn.Linear(3, 3))
     with pytest.raises(KVError, match="rotary embedding of llama cannot be read"):
         move(handle, kv, 3)
 

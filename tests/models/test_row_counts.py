@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from models import loading, row_counts
-from models.data import prepare
-from models.engram import EngramForCausalLM
-from models.errors import DataError, LabError
-from models.handle import Handle, open_model
-from models.ngrams import packed
-from models.row_counts import RowCounts, TrainingRun
-from models.train import TrainConfig
+from engram_lab.models import loading, row_counts
+from engram_lab.models.data import prepare
+from engram_lab.models.engram import EngramForCausalLM
+from engram_lab.models.errors import DataError, LabError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.ngrams import packed
+from engram_lab.models.row_counts import RowCounts, TrainingRun
+from engram_lab.models.train import TrainConfig
 from tests.models import tiny
 from tests.models.plain_engram import CANONICAL, config_of, record
 

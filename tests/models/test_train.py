@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from models.data import PackedStream, prepare
-from models.errors import CheckpointError, DataError
-from models.train import GATE_BINS, TrainConfig, Trainer, held_out_loss
+from engram_lab.models.data import PackedStream, prepare
+from engram_lab.models.errors import CheckpointError, DataError
+from engram_lab.models.train import GATE_BINS, TrainConfig, Trainer, held_out_loss
 
 CONFIG: dict[str, Any] = {
     "n_layers": 3,

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from models.engram import EngramConfig, EngramForCausalLM
+from engram_lab.models.engram import EngramConfig, EngramForCausalLM
 
 TEXT = [
     "The river runs past the old mill and into the sea.",

@@ -7,9 +7,9 @@ from functools import cache as once
 
 import torch
 
-from models.handle import Handle
-from probes.kv_effects import run_clean
-from probes.kv_scenario import Scenario, prepare
+from engram_lab.models.handle import Handle
+from engram_lab.probes.kv_effects import run_clean
+from engram_lab.probes.kv_scenario import Scenario, prepare
 from tests.models import tiny
 
 FAMILIES = ["llama", "qwen2", "gpt2", "engram"]

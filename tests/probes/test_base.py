@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import numpy as np
 import pytest
 
-from models.errors import DataError
-from probes.base import Array, Protocol, Record, Report, arrays_of
+from engram_lab.models.errors import DataError
+from engram_lab.probes.base import Array, Protocol, Record, Report, arrays_of
 
 
 @dataclass(frozen=True, eq=False)

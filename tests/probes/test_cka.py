@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from models.errors import Cancelled, LabError, PromptError
-from models.handle import Handle
-from probes import cka, cka_math
-from probes.base import Report
-from probes.cka import CKAConfig, CKAResult, looks_like, run
+from engram_lab.models.errors import Cancelled, LabError, PromptError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import cka, cka_math
+from engram_lab.probes.base import Report
+from engram_lab.probes.cka import CKAConfig, CKAResult, looks_like, run
 from tests.models import tiny
 from tests.probes.test_cka_math import brute, brute_biased
 

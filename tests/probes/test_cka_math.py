@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.errors import LabError
-from probes import cka_math
-from probes.cka_math import Sums, constant, hsic, linear_cka, ratio, resampled, soft_alignment
+from engram_lab.models.errors import LabError
+from engram_lab.probes import cka_math
+from engram_lab.probes.cka_math import Sums, constant, hsic, linear_cka, ratio, resampled, soft_alignment
 
 
 def hsic_1(k: np.ndarray, m: np.ndarray) -> float:

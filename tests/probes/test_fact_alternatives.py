@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.errors import Cancelled, DataError, LabError
-from models.graft import graft
-from models.handle import Handle
-from models.weightfiles import module_fingerprint
-from probes import fact_alternatives
-from probes.base import Report
-from probes.fact_alternatives import AlternativesConfig, StatedFact, Writing, prompts_of
-from probes.fact_alternatives_result import (
+from engram_lab.models.errors import Cancelled, DataError, LabError
+from engram_lab.models.graft import graft
+from engram_lab.models.handle import Handle
+from engram_lab.models.weightfiles import module_fingerprint
+from engram_lab.probes import fact_alternatives
+from engram_lab.probes.base import Report
+from engram_lab.probes.fact_alternatives import AlternativesConfig, StatedFact, Writing, prompts_of
+from engram_lab.probes.fact_alternatives_result import (
     AS_FAR,
     CLOSED,
     NOTHING,
@@ -29,8 +29,8 @@ from probes.fact_alternatives_result import (
     Drift,
     summarise,
 )
-from probes.fact_lora import train_adapters
-from probes.fact_sets import encoded, recall_items, write
+from engram_lab.probes.fact_lora import train_adapters
+from engram_lab.probes.fact_sets import encoded, recall_items, write
 from tests.models import tiny
 
 FACTS = (
@@ -217,7 +217,7 @@ def test_a_text_before_which_nothing_is_put_is_as_it_is(report: Report) -> None:
 
 
 def test_rows_change_only_texts_that_read_them(handle: Handle, report: Report) -> None:
-    from models.memory import addresses
+    from engram_lab.models.memory import addresses
 
     overlay, _ = write(handle, FACTS, Writing())
     m = report.result.methods.index(OPTIMISED)

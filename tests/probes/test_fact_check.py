@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from models.errors import Cancelled, LabError, PromptError
-from models.handle import Handle, open_model
-from models.memory import memories
-from models.overlay import Overlay, OverlayError, prepare
-from probes import fact_check
-from probes.base import Report
-from probes.fact_check import CheckConfig, CheckResult, measure, output_rows
-from probes.fact_sets import StatedFact, Writing, write
+from engram_lab.models.errors import Cancelled, LabError, PromptError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.memory import memories
+from engram_lab.models.overlay import Overlay, OverlayError, prepare
+from engram_lab.probes import fact_check
+from engram_lab.probes.base import Report
+from engram_lab.probes.fact_check import CheckConfig, CheckResult, measure, output_rows
+from engram_lab.probes.fact_sets import StatedFact, Writing, write
 from tests.models import tiny
 from tests.probes.test_fact_locality import TEXTS
 from tests.probes.test_fact_sets import FACTS
@@ -162,7 +162,7 @@ def test_cancelling_leaves_the_model_as_it_was(handle: Handle) -> None:
 
 
 def test_three_facts_of_the_persona_on_the_shipped_model() -> None:
-    from lab.facts_files import persona
+    from engram_lab.lab.facts_files import persona
 
     handle, facts = open_model("engram-mini"), persona()[10:13]
     result = fact_check.run([handle], CheckConfig(("engram-mini",), facts, Writing("maya"), TEXTS, bootstrap=50)).result

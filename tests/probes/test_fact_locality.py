@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from models.handle import Handle, open_model
-from models.memory import addresses, memories, read_memory
-from models.ngrams import lookbacks
-from models.overlay import Overlay, prepare
-from probes.fact_addresses import EditedReads, address_groups, alias_items, reach
-from probes.fact_locality import DISTANCES, BitCheck, Locality, difference, locality
-from probes.fact_sets import StatedFact, Writing, paraphrase_items, write
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.memory import addresses, memories, read_memory
+from engram_lab.models.ngrams import lookbacks
+from engram_lab.models.overlay import Overlay, prepare
+from engram_lab.probes.fact_addresses import EditedReads, address_groups, alias_items, reach
+from engram_lab.probes.fact_locality import DISTANCES, BitCheck, Locality, difference, locality
+from engram_lab.probes.fact_sets import StatedFact, Writing, paraphrase_items, write
 from tests.probes.test_fact_sets import FACTS
 from tests.probes.test_fact_sets import handle as handle  # the fixture
 from tests.probes.test_fact_sets import overlay as overlay

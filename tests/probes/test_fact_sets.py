@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from models.errors import DataError, LabError
-from models.graft import graft
-from models.handle import Handle
-from models.memory import addresses
-from models.overlay import Overlay, prepare
-from probes import fact_density, fact_layers
-from probes.fact_density import DensityConfig, DensityResult
-from probes.fact_layers import FIGURES, LayersConfig, LayersResult
-from probes.fact_sets import (
+from engram_lab.models.errors import DataError, LabError
+from engram_lab.models.graft import graft
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import addresses
+from engram_lab.models.overlay import Overlay, prepare
+from engram_lab.probes import fact_density, fact_layers
+from engram_lab.probes.fact_density import DensityConfig, DensityResult
+from engram_lab.probes.fact_layers import FIGURES, LayersConfig, LayersResult
+from engram_lab.probes.fact_sets import (
     BATCH_TOKENS,
     Asked,
     Expected,
@@ -34,7 +34,7 @@ from probes.fact_sets import (
     score,
     write,
 )
-from probes.fact_writing import encode_facts
+from engram_lab.probes.fact_writing import encode_facts
 from tests.models import tiny
 
 FACTS = (
@@ -63,7 +63,7 @@ def overlay(handle: Handle) -> Overlay:
 
 def plainly(handle: Handle, overlay: Overlay | None, prompt: str, answer: str) -> np.ndarray:
     """Log-probabilities [token, vocab] that predict the answer, of one text by itself, in float64."""
-    from models.overlay import Fact
+    from engram_lab.models.overlay import Fact
 
     ((ids, answered),) = encode_facts(handle, [Fact(prompt, answer)]).values()
     with prepare(handle, [overlay]).applied():

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.engram import EngramForCausalLM
-from models.errors import Cancelled, LabError, PromptError, TargetError
-from models.graft import graft
-from models.handle import Handle, open_model
-from models.memory import addresses, memories, read_memory
-from models.overlay import Fact, OverlayError, Patch, RowLookup, check_overlay, prepare
-from probes.fact_writing import SCALES, WriteReport, _plan, _Writer, encode_facts, read_fact, write_facts
+from engram_lab.models.engram import EngramForCausalLM
+from engram_lab.models.errors import Cancelled, LabError, PromptError, TargetError
+from engram_lab.models.graft import graft
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.memory import addresses, memories, read_memory
+from engram_lab.models.overlay import Fact, OverlayError, Patch, RowLookup, check_overlay, prepare
+from engram_lab.probes.fact_writing import SCALES, WriteReport, _plan, _Writer, encode_facts, read_fact, write_facts
 from tests.models import tiny
 from tests.models.plain_engram import CANONICAL, config_of
 

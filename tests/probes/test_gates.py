@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.canonical import normalise
-from models.engram import EngramForCausalLM, gate_ceiling
-from models.errors import Cancelled, LabError, PromptError, TargetError
-from models.handle import Handle
-from models.memory import CONTROLS, Edit, read_memory
-from probes.base import Report
-from probes.gate_statistics import spearman
-from probes.gates import GatesConfig, GatesResult, run
-from probes.logit_lens import LensConfig
-from probes.logit_lens import run as run_lens
+from engram_lab.models.canonical import normalise
+from engram_lab.models.engram import EngramForCausalLM, gate_ceiling
+from engram_lab.models.errors import Cancelled, LabError, PromptError, TargetError
+from engram_lab.models.handle import Handle
+from engram_lab.models.memory import CONTROLS, Edit, read_memory
+from engram_lab.probes.base import Report
+from engram_lab.probes.gate_statistics import spearman
+from engram_lab.probes.gates import GatesConfig, GatesResult, run
+from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.logit_lens import run as run_lens
 from tests.models import tiny
 from tests.models.plain_engram import config_of
 
@@ -201,7 +201,7 @@ def test_knock_outs_against_one_gate_at_a_time(
 ) -> None:
     """Each by hand: a hook that zeroes one number of one gate, in a forward of its own."""
     ids = handle.tokenizer(PROMPT)["input_ids"]
-    monkeypatch.setattr("probes.attribution.TOKENS", 3 * len(ids))  # several chunks
+    monkeypatch.setattr("engram_lab.probes.attribution.TOKENS", 3 * len(ids))  # several chunks
     at = len(ids) - 1 if position is None else position % len(ids)
     result = run([handle], asked(target=TARGET, knock_out=True, position=position)).result
     knocked = result.knock_out

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from models.handle import open_model
-from probes.gates import GatesConfig, run
+from engram_lab.models.handle import open_model
+from engram_lab.probes.gates import GatesConfig, run
 
 
 def test_shuffling_rows_destroys_what_the_gates_show() -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from models.errors import Cancelled, LabError, PromptError, TargetError
-from models.handle import Handle, open_model
-from models.kv import KVError
-from probes.kv_compose import ComposeConfig, ComposeResult, crossover, parts, run
+from engram_lab.models.errors import Cancelled, LabError, PromptError, TargetError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.kv import KVError
+from engram_lab.probes.kv_compose import ComposeConfig, ComposeResult, crossover, parts, run
 from tests.probes.kv_tiny import opened
 from tests.probes.test_kv_erratum import forward, ids_of, softmax
 

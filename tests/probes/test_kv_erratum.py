@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from models.errors import Cancelled, LabError, PromptError, TargetError
-from models.handle import Handle
-from probes.kv_append import added, closing, seconds, tail
-from probes.kv_erratum import ErratumConfig, ErratumResult, derived, filled, run, wording_of
-from probes.kv_scenario import Scenario, prepare
+from engram_lab.models.errors import Cancelled, LabError, PromptError, TargetError
+from engram_lab.models.handle import Handle
+from engram_lab.probes.kv_append import added, closing, seconds, tail
+from engram_lab.probes.kv_erratum import ErratumConfig, ErratumResult, derived, filled, run, wording_of
+from engram_lab.probes.kv_scenario import Scenario, prepare
 from tests.models import tiny
 from tests.probes.kv_tiny import FAMILIES, RIVER, opened
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from models.errors import LabError, PromptError
-from models.handle import Handle
-from probes.kv_knockout import UNRELATED, KnockoutConfig, KnockoutResult, notes, run, unrelated_ids
-from probes.kv_scenario import prepare
+from engram_lab.models.errors import LabError, PromptError
+from engram_lab.models.handle import Handle
+from engram_lab.probes.kv_knockout import UNRELATED, KnockoutConfig, KnockoutResult, notes, run, unrelated_ids
+from engram_lab.probes.kv_scenario import prepare
 from tests.probes.kv_tiny import FAMILIES, RIVER, opened, right
 
 

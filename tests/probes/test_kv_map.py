@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from models.errors import Cancelled, LabError
-from models.handle import Handle
-from models.kv import swap
-from models.kv_runs import continue_from, prefill
-from probes import kv_effects
-from probes.kv_map import MapConfig, MapResult, layer_groups, run
+from engram_lab.models.errors import Cancelled, LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.kv import swap
+from engram_lab.models.kv_runs import continue_from, prefill
+from engram_lab.probes import kv_effects
+from engram_lab.probes.kv_map import MapConfig, MapResult, layer_groups, run
 from tests.probes.kv_tiny import FAMILIES, RIVER, opened, right
 
 

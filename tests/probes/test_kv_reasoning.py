@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from models.errors import Cancelled, LabError, PromptError
-from models.handle import Handle
-from probes.kv_reasoning import CUE, ReasoningConfig, ReasoningResult, run
+from engram_lab.models.errors import Cancelled, LabError, PromptError
+from engram_lab.models.handle import Handle
+from engram_lab.probes.kv_reasoning import CUE, ReasoningConfig, ReasoningResult, run
 from tests.models import tiny
 from tests.probes.kv_tiny import FAMILIES, RIVER, opened, right
 from tests.probes.test_kv_erratum import TEMPLATE, forward, ids_of

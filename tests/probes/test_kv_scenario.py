@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from models.errors import AlignmentError, DataError, PromptError, TargetError
-from models.handle import Handle
-from probes.kv_scenario import Pair, Scenario, answer_ids, prepare, prompt_ids
+from engram_lab.models.errors import AlignmentError, DataError, PromptError, TargetError
+from engram_lab.models.handle import Handle
+from engram_lab.probes.kv_scenario import Pair, Scenario, answer_ids, prepare, prompt_ids
 from tests.models import tiny
 
 RIVER = Scenario("The {field} runs past, and Tokyo is the old", "river", "mill", "sea", " France", id="river")

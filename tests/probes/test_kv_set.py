@@ -8,16 +8,16 @@ import json
 import numpy as np
 import pytest
 
-from models.errors import Cancelled, DataError, LabError
-from models.handle import Handle
-from models.kv import blank
-from models.kv_runs import continue_from
-from probes import kv_swap
-from probes.kv_effects import run_clean
-from probes.kv_knockout import notes
-from probes.kv_scenario import Scenario, prepare
-from probes.kv_set import ALL, EDITS, FEWEST, SetConfig, SetResult, run
-from probes.kv_swap import SwapConfig
+from engram_lab.models.errors import Cancelled, DataError, LabError
+from engram_lab.models.handle import Handle
+from engram_lab.models.kv import blank
+from engram_lab.models.kv_runs import continue_from
+from engram_lab.probes import kv_swap
+from engram_lab.probes.kv_effects import run_clean
+from engram_lab.probes.kv_knockout import notes
+from engram_lab.probes.kv_scenario import Scenario, prepare
+from engram_lab.probes.kv_set import ALL, EDITS, FEWEST, SetConfig, SetResult, run
+from engram_lab.probes.kv_swap import SwapConfig
 from tests.probes.kv_tiny import FAMILIES, RIVER, opened, right
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import DynamicCache, GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
-from models.errors import AlignmentError, Cancelled, LabError
-from models.handle import Handle, open_model
-from models.kv import KVError
-from probes.kv_effects import differing, effects, run_clean
-from probes.kv_scenario import Scenario, prepare
-from probes.kv_swap import SwapConfig, SwapResult, run
+from engram_lab.models.errors import AlignmentError, Cancelled, LabError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.kv import KVError
+from engram_lab.probes.kv_effects import differing, effects, run_clean
+from engram_lab.probes.kv_scenario import Scenario, prepare
+from engram_lab.probes.kv_swap import SwapConfig, SwapResult, run
 from tests.models import tiny
 from tests.probes.kv_tiny import FAMILIES, RIVER, opened, right
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.errors import Cancelled
-from probes import lens_math
-from probes.lens_math import lens_statistics
+from engram_lab.models.errors import Cancelled
+from engram_lab.probes import lens_math
+from engram_lab.probes.lens_math import lens_statistics
 
 LAYERS, POS, D_MODEL = 5, 11, 16
 

@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from models.errors import AlignmentError, Cancelled, DataError, LabError, PromptError, TargetError
-from models.handle import Handle
-from probes import logit_lens
-from probes.base import Report, arrays_of
-from probes.logit_lens import LensConfig, ModelLens, run
+from engram_lab.models.errors import AlignmentError, Cancelled, DataError, LabError, PromptError, TargetError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import logit_lens
+from engram_lab.probes.base import Report, arrays_of
+from engram_lab.probes.logit_lens import LensConfig, ModelLens, run
 from tests.models import tiny
 
 PROMPTS = (

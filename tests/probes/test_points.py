@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from tokenizers import normalizers
 
-from models.errors import AlignmentError, DataError, LabError
-from models.handle import Handle, open_model
-from probes import points
-from probes.points import Sentence, choose, joined, read_sentences, to_json_lines
+from engram_lab.models.errors import AlignmentError, DataError, LabError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.probes import points
+from engram_lab.probes.points import Sentence, choose, joined, read_sentences, to_json_lines
 from tests.models import tiny
 
 BIO = """-DOCSTART- -X- O

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from models import loading, row_counts
-from models.canonical import canonical_map
-from models.engram import EngramConfig, EngramForCausalLM
-from models.errors import Cancelled, DataError, LabError, PromptError
-from models.handle import Handle, open_model
-from models.memory import memories, read_memory
-from models.ngrams import packed
-from probes import rows
-from probes.base import Report
-from probes.rows import RowsConfig
+from engram_lab.models import loading, row_counts
+from engram_lab.models.canonical import canonical_map
+from engram_lab.models.engram import EngramConfig, EngramForCausalLM
+from engram_lab.models.errors import Cancelled, DataError, LabError, PromptError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.memory import memories, read_memory
+from engram_lab.models.ngrams import packed
+from engram_lab.probes import rows
+from engram_lab.probes.base import Report
+from engram_lab.probes.rows import RowsConfig
 from tests.models import tiny
 
 PROMPT = "The river runs past the old mill"

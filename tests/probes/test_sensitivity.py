@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from models.errors import Cancelled, DataError, LabError
-from models.handle import Handle, open_model
-from probes.base import Report
-from probes.sensitivity import INTACT, Item, SensitivityConfig, SensitivityResult, TextSet, run
+from engram_lab.models.errors import Cancelled, DataError, LabError
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.probes.base import Report
+from engram_lab.probes.sensitivity import INTACT, Item, SensitivityConfig, SensitivityResult, TextSet, run
 from tests.models import tiny
 
 FACTS = TextSet("facts", (Item("Paris is the capital of", " France"), Item("The river runs past the old", " mill")))
@@ -113,7 +113,7 @@ def test_it_can_be_cancelled(pair: list[Handle], report: Report) -> None:
 
 def test_the_shipped_memory_holds_facts_and_not_what_is_read() -> None:
     """Measured: +1.6 nats on a fact's token with the memory off, 0.0 on an answer that stands in the text."""
-    from lab.texts import shipped_sets
+    from engram_lab.lab.texts import shipped_sets
 
     facts, reading, _ = shipped_sets()
     handle = open_model("engram-mini", device="cpu", dtype="float32")

@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models import loading
-from models.errors import CheckpointError, DataError, LabError
-from models.handle import Handle
-from probes import tuned_lens
-from probes.base import Report
-from probes.fit_text import FitText, line_digests, read_text, windows_of
-from probes.lens_math import lens_statistics
-from probes.logit_lens import LensConfig, run
-from probes.tuned_lens import Fit, FitConfig, FitInfo, NoTranslatorsError, Translators
+from engram_lab.models import loading
+from engram_lab.models.errors import CheckpointError, DataError, LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import tuned_lens
+from engram_lab.probes.base import Report
+from engram_lab.probes.fit_text import FitText, line_digests, read_text, windows_of
+from engram_lab.probes.lens_math import lens_statistics
+from engram_lab.probes.logit_lens import LensConfig, run
+from engram_lab.probes.tuned_lens import Fit, FitConfig, FitInfo, NoTranslatorsError, Translators
 from tests.models import tiny
 from tests.probes.test_logit_lens import PROMPTS, reference
 
@@ -289,7 +289,7 @@ def test_files_that_do_not_fit_are_one_sentence(pair: list[Handle]) -> None:
 
 
 def test_held_out_documents_are_left_out_of_the_fit(tmp_path: Path) -> None:
-    from models.data import is_held_out
+    from engram_lab.models.data import is_held_out
 
     texts = [f"document {n}\nof two lines" for n in range(1500)]
     (tmp_path / "a.txt").write_text("\n\n".join(texts))

@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from lab.store.schema import Base
+from engram_lab.lab.store.schema import Base
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata)
 with context.begin_transaction():

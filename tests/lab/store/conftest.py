@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from lab.store import Store, open_store
-from probes import PROBES
-from probes.base import Report
+from engram_lab.lab.store import Store, open_store
+from engram_lab.probes import PROBES
+from engram_lab.probes.base import Report
 from tests.lab.store import made_probe
 
 POSTGRES = os.environ.get("ENGRAM_LAB_TEST_POSTGRES")

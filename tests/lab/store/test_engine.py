@@ -13,9 +13,9 @@ import sqlalchemy as sa
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from lab.store import Store, StoreError, engine, open_store, schema
-from models.errors import LabError
-from probes.base import Report
+from engram_lab.lab.store import Store, StoreError, engine, open_store, schema
+from engram_lab.models.errors import LabError
+from engram_lab.probes.base import Report
 from tests.lab.store import writers
 
 FORK = multiprocessing.get_context("fork") if sys.platform == "linux" else None

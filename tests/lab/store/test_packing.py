@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from lab.store import packing
-from lab.store.packing import pack, unpack
-from models.errors import DataError
-from models.handle import Handle
-from probes import cka, gates, kv_swap, rows
-from probes.base import Report
+from engram_lab.lab.store import packing
+from engram_lab.lab.store.packing import pack, unpack
+from engram_lab.models.errors import DataError
+from engram_lab.models.handle import Handle
+from engram_lab.probes import cka, gates, kv_swap, rows
+from engram_lab.probes.base import Report
 from tests.lab.store import made_probe
 from tests.probes.kv_tiny import RIVER, opened
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from lab.store import Store, open_store
-from probes.base import Report
+from engram_lab.lab.store import Store, open_store
+from engram_lab.probes.base import Report
 from tests.full import FULL
 from tests.lab.store import made_probe, writers
 

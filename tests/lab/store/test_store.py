@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from lab.store import (
+from engram_lab.lab.store import (
     DamagedBlobError,
     NewRun,
     SessionNameError,
@@ -25,7 +25,7 @@ from lab.store import (
     open_store,
     run_request,
 )
-from probes.base import Report
+from engram_lab.probes.base import Report
 from tests.lab.store import made_probe
 
 VIEW = {"page": "lens", "widgets": {"prompt": "naïve \ud800", "k": [1, 2.5, None, True]}, "files": {}}

@@ -8,8 +8,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from lab.store import StoreError, open_store
-from probes import PROBES
+from engram_lab.lab.store import StoreError, open_store
+from engram_lab.probes import PROBES
 from tests.lab.store import made_probe
 
 VIEW = {"page": "lens", "widgets": {"a": 1}, "files": {}}
