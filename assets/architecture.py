@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engram_lab.lab.theme import PALETTES, translucent
+from engram_lab.lab.draw.theme import PALETTES, translucent
 
 PALETTE = PALETTES["light"]
 BLUE, ORANGE, GREEN, PINK = PALETTE.series[:4]

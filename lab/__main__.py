@@ -2,6 +2,6 @@
 
 import sys
 
-from engram_lab.lab.cli import main
+from engram_lab.lab.command.main import main
 
 sys.exit(main())

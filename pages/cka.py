@@ -6,7 +6,9 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab import cka_figures, figures, labels, page, reference, runner
+from engram_lab.lab.app import page, runner
+from engram_lab.lab.draw import labels
+from engram_lab.lab.fronts import cka_figures, lens_figures, reference
 from engram_lab.lab.fronts.cka import shipped
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Report
@@ -161,7 +163,7 @@ def deeper(report: Report, drawn: dict[str, go.Figure]) -> None:
     with st.container(horizontal=True):
         if lens is not None:
             memory = {h.name: h.engram_layers for h in runner.handles(names)}
-            drawn["lens"] = cka_figures.narrow(figures.lens_curves(lens, mode, memory))
+            drawn["lens"] = cka_figures.narrow(lens_figures.lens_curves(lens, mode, memory))
             st.plotly_chart(drawn["lens"], theme=None, width=HALF, key="lens_curves", config={"displayModeBar": False})
         st.plotly_chart(drawn["lead"], theme=None, width=HALF, key="lead", config={"displayModeBar": False})
     st.caption(

@@ -6,10 +6,11 @@ from functools import partial
 
 import streamlit as st
 
-from engram_lab.lab import facts_page, facts_users, facts_views
+from engram_lab.lab.app import fact_users
+from engram_lab.pages import facts_shown, facts_writing
 
 CHECK = "Write and check"
-SETS = {"Density": facts_views.density, "Layers": facts_views.layers, "Alternatives": facts_views.alternatives}
+SETS = {"Density": facts_shown.density, "Layers": facts_shown.layers, "Alternatives": facts_shown.alternatives}
 
 
 def main() -> None:
@@ -20,12 +21,12 @@ def main() -> None:
         "what else changed, and does undoing give every bit back? The weights are never touched: rows are replaced as "
         "they are read."
     )
-    handle = facts_page.the_model()
+    handle = facts_writing.the_model()
     if handle is None:
         return
-    user = facts_page.the_user(handle)
-    facts = facts_page.the_table(user)
-    writing = facts_page.the_writing(handle, user)
+    user = facts_writing.the_user(handle)
+    facts = facts_writing.the_table(user)
+    writing = facts_writing.the_writing(handle, user)
     view: str = st.segmented_control(
         "View", [CHECK, *SETS], default=CHECK, required=True, label_visibility="collapsed", key="facts_view",
         bind="query-params",
@@ -34,20 +35,20 @@ def main() -> None:
         SETS[view](handle, facts, writing)
         return
     with st.container(horizontal=True, vertical_alignment="bottom"):
-        config = facts_page.check_request(handle, facts, writing)
+        config = facts_writing.check_request(handle, facts, writing)
         if st.button(f"Write {len(facts)} facts", key="write", type="primary", icon=":material/edit_note:"):
-            facts_page.begin(handle, user, config)
-    facts_page.what_was_undone()
-    found = facts_page.check(handle, user)
+            facts_writing.begin(handle, user, config)
+    facts_writing.what_was_undone()
+    found = facts_writing.check(handle, user)
     if found is None:
         return
     report, own = found
-    facts_page.the_undo(handle, user, own)
-    facts_page.what_it_shows(own, config)
-    drawn = facts_views.learned(report) | facts_views.changed(report)
-    facts_views.addresses(report)
-    facts_views.a_prompt(handle, user, own)
-    facts_views.finish(report, drawn, partial(facts_users.attachments, handle, user))
+    facts_writing.the_undo(handle, user, own)
+    facts_writing.what_it_shows(own, config)
+    drawn = facts_shown.learned(report) | facts_shown.changed(report)
+    facts_shown.addresses(report)
+    facts_shown.a_prompt(handle, user, own)
+    facts_shown.finish(report, drawn, partial(fact_users.attachments, handle, user))
 
 
 main()

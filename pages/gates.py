@@ -7,8 +7,10 @@ import math
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab import gates_figures, gates_summaries, map_page, page, reference, runner, texts
-from engram_lab.lab.gates_figures import CHANGED, CONTROL_NAMES, KNOCK_OUT
+from engram_lab.lab.app import map_page, page, runner
+from engram_lab.lab.ask import texts
+from engram_lab.lab.fronts import gates_figures, gates_summaries, reference
+from engram_lab.lab.fronts.gates_figures import CHANGED, CONTROL_NAMES, KNOCK_OUT
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Report

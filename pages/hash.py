@@ -8,7 +8,8 @@ import streamlit as st
 import torch
 from torch import Tensor
 
-from engram_lab.lab import hash_steps, labels, memory_page, page, runner
+from engram_lab.lab.app import memory_page, page, runner
+from engram_lab.lab.draw import hash_steps, labels
 from engram_lab.models import ngrams
 from engram_lab.models.errors import LabError
 from engram_lab.models.hashing import NgramHash

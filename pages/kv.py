@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import streamlit as st
 
-from engram_lab.lab import kv_experiments, kv_page, kv_run_experiments
+from engram_lab.pages import kv_edits, kv_runs, kv_scenario
 
 # With a scenario; the others have texts of their own, or take all scenarios.
 ONE = {
-    "Swap": kv_experiments.swap,
-    "Map": kv_experiments.recovery_map,
-    "Knock-out": kv_experiments.knockout,
-    "Erratum": kv_run_experiments.erratum,
-    "Reasoning": kv_run_experiments.reasoning,
+    "Swap": kv_edits.swap,
+    "Map": kv_edits.recovery_map,
+    "Knock-out": kv_edits.knockout,
+    "Erratum": kv_runs.erratum,
+    "Reasoning": kv_runs.reasoning,
 }
-OTHERS = {"Compose": kv_run_experiments.compose, "Whole library": kv_experiments.library}
+OTHERS = {"Compose": kv_runs.compose, "Whole library": kv_edits.library}
 
 
 def main() -> None:
@@ -25,13 +25,13 @@ def main() -> None:
         "only some keys and values of the new prompt, and see which of them bring the new answer. This is about one "
         "model, the first in the sidebar."
     )
-    handle = kv_page.the_model()
+    handle = kv_scenario.the_model()
     chosen: str = st.segmented_control(
         "Experiment", [*ONE, *OTHERS], default="Swap", required=True, label_visibility="collapsed", key="experiment",
         bind="query-params",
     )  # fmt: skip
     if chosen in ONE:
-        ONE[chosen](kv_page.the_scenario(handle))
+        ONE[chosen](kv_scenario.the_scenario(handle))
     else:
         OTHERS[chosen](handle)
 

@@ -8,14 +8,17 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab import figures, labels, lens_summaries, map_page, page, reference, runner, texts
+from engram_lab.lab.app import map_page, page, runner
+from engram_lab.lab.ask import texts
+from engram_lab.lab.draw import labels
+from engram_lab.lab.fronts import lens_figures, lens_summaries, reference
 from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Report
 from engram_lab.probes.logit_lens import LensConfig, TunedReading
 from engram_lab.probes.tuned_lens import find
 
 # What the map's colours can show, in the words of the URL.
-MEASURES: dict[str, figures.Measure] = {
+MEASURES: dict[str, lens_figures.Measure] = {
     "KL": "kl",
     "entropy": "entropy",
     "target probability": "target_prob",
@@ -85,7 +88,7 @@ def target_and_top() -> None:
 
 def show_curves(report: Report, opened: list[Handle]) -> go.Figure:
     """The curves of both modes, with how they were computed."""
-    curves = figures.lens_curves(report, runner.mode(), {h.name: h.engram_layers for h in opened})
+    curves = lens_figures.lens_curves(report, runner.mode(), {h.name: h.engram_layers for h in opened})
     st.plotly_chart(curves, theme=None, key="curves")
     for lens in report.result.models:
         if lens.tuned is not None:
@@ -133,7 +136,7 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
     tuned = False
     if lens.tuned is not None:
         tuned = controls.selectbox("Lens", LENSES, key="lens", bind="query-params", width=130) == LENSES[1]
-    tokens = figures.prompt_tokens(report, index)
+    tokens = lens_figures.prompt_tokens(report, index)
     seen = map_page.window(controls, len(tokens))
     layers = list(lens.layer_names)
     page.keep_within("layer", layers, layers[-1])
@@ -142,7 +145,7 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
     page.keep_within("pos", places, places[-1])
     last = places[-1]
     pos = controls.number_input("Position", 0, last, last, key="pos", bind="query-params", width=150)
-    figure = figures.lens_map(
+    figure = lens_figures.lens_map(
         report,
         index,
         page.namer(opened[index]),
@@ -171,7 +174,7 @@ def cell(report: Report, opened: list[Handle], layer: int, pos: int) -> None:
                 continue
             depth = min(layer, len(lens.layer_names) - 1)
             reading = lens.tuned if tuned else lens
-            token = figures.prompt_tokens(report, index)[at]
+            token = lens_figures.prompt_tokens(report, index)[at]
             st.markdown(
                 f"**{labels.markdown(lens.name)}**, layer {lens.layer_names[depth]}, position {at} "
                 f"({labels.markdown(token.label)}, id {token.id})"
@@ -230,7 +233,7 @@ def text_set() -> None:
     drawn = {"curves": show_curves(report, opened)}
     difference = report.result.difference
     if difference is not None and difference.mean_kl is not None:
-        drawn["difference"] = figures.difference_curve(report, runner.mode())
+        drawn["difference"] = lens_figures.difference_curve(report, runner.mode())
         st.plotly_chart(drawn["difference"], theme=None, key="difference")
     st.dataframe(lens_summaries.summary(report), hide_index=True)
     st.plotly_chart(lens_summaries.settle_histogram(report, runner.mode()), theme=None, key="settle")

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import streamlit as st
 
-from engram_lab.lab import page, reference, reference_entry
-from engram_lab.lab.reference import ENTRIES
+from engram_lab.lab.app import page
+from engram_lab.lab.fronts import entry as reference_entry
+from engram_lab.lab.fronts import reference
+from engram_lab.lab.fronts.reference import ENTRIES
 
 
 def main() -> None:

@@ -6,7 +6,10 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab import labels, memory_page, page, reference, rows_figures, runner, texts
+from engram_lab.lab.app import memory_page, page, runner
+from engram_lab.lab.ask import texts
+from engram_lab.lab.draw import labels
+from engram_lab.lab.fronts import reference, rows_figures
 from engram_lab.models.engram import gate_ceiling
 from engram_lab.models.ngrams import engram_model
 from engram_lab.probes.base import Report

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import streamlit as st
 
-from engram_lab.lab import labels, page, reference, runner, sensitivity_figures, texts
+from engram_lab.lab.app import page, runner
+from engram_lab.lab.ask import texts
+from engram_lab.lab.draw import labels
+from engram_lab.lab.fronts import reference, sensitivity_figures
 from engram_lab.models.errors import DataError
 from engram_lab.probes.sensitivity import SensitivityConfig, TextSet
 

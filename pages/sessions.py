@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from engram_lab.lab import sessions_compare, sessions_page
+from engram_lab.pages import sessions_compare, sessions_list
 
 
 def main() -> None:
@@ -14,13 +14,13 @@ def main() -> None:
         "Runs that were kept, with all it takes to see them again and to compute them again. Opening one puts its page "
         "back as it was, widgets and results."
     )
-    sessions_page.importer()
-    sessions_page.the_undo()
-    found = sessions_page.search()
-    chosen = sessions_page.the_list(found)
-    sessions_page.the_bin()
+    sessions_list.importer()
+    sessions_list.the_undo()
+    found = sessions_list.search()
+    chosen = sessions_list.the_list(found)
+    sessions_list.the_bin()
     if chosen is not None:
-        sessions_page.the_session(chosen)
+        sessions_list.the_session(chosen)
         sessions_compare.comparison(chosen)
 
 

@@ -8,7 +8,12 @@ from typing import Any
 
 import streamlit as st
 
-from engram_lab.lab import card, diagram, labels, runner, sessions_page, texts, training_figures
+from engram_lab.lab.app import runner
+from engram_lab.lab.ask import texts
+from engram_lab.lab.command import card
+from engram_lab.lab.draw import diagram, labels
+from engram_lab.lab.draw import training as training_figures
+from engram_lab.pages import sessions_list
 
 # A page -> what it answers.
 QUESTIONS = {
@@ -90,15 +95,15 @@ for n, example in enumerate(examples[:6]):
 if st.button("Test the claim on our held-out sentences", key="open_set", icon=":material/query_stats:"):
     open_lens(mode=texts.SET)
 
-if sessions_page.examples():
+if sessions_list.examples():
     st.subheader("Experiments to open")
     st.markdown("Kept by us, with notes on what to look at. Opening one shows what was kept; you can compute it again.")
-    for column, path in zip(st.columns(len(sessions_page.examples())), sessions_page.examples(), strict=True):
+    for column, path in zip(st.columns(len(sessions_list.examples())), sessions_list.examples(), strict=True):
         with column.container(border=True, height="stretch"):
-            name, about = sessions_page.example(path)
+            name, about = sessions_list.example(path)
             st.markdown(f"**{labels.markdown(name)}**  \n{labels.markdown(about)}")
             if st.button("Open", key=f"open_{path.stem}", icon=":material/bookmark:"):
-                sessions_page.take_example(path)
+                sessions_list.take_example(path)
                 st.switch_page(Path(__file__).with_name("sessions.py"))
 
 st.subheader("The models that ship")

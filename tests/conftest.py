@@ -8,5 +8,6 @@ import tempfile
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["ENGRAM_LAB_CACHE"] = os.path.join(tempfile.gettempdir(), "engram-lab-no-cache")
 os.environ.pop("ENGRAM_LAB_STORE", None)
+pytest_plugins = ["tests.tiny_lab"]
 _data = tempfile.TemporaryDirectory(prefix="engram-lab-tests-")  # gone when the tests end
 os.environ["ENGRAM_LAB_DATA"] = _data.name

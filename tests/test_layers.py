@@ -84,7 +84,7 @@ def test_models_and_probes_import_without_the_front_end() -> None:
     program = (
         "import importlib, sys\n"
         f"sys.modules.update(dict.fromkeys({sorted(FRONT_END | {'gguf', 'datasets'})!r}))\n"
-        f"for name in {[*modules, 'engram_lab.lab.cli']!r}: importlib.import_module(name)\n"
+        f"for name in {[*modules, 'engram_lab.lab.command.main']!r}: importlib.import_module(name)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

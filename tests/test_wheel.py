@@ -96,7 +96,7 @@ def test_app_draws_its_first_page_from_another_folder(environment: Path, tmp_pat
     program = (
         "from importlib.util import find_spec\n"
         "from streamlit.testing.v1 import AppTest\n"
-        "app = AppTest.from_file(find_spec('engram_lab.lab.app').origin, default_timeout=120).run()\n"
+        "app = AppTest.from_file(find_spec('engram_lab.lab.app.entry').origin, default_timeout=120).run()\n"
         "assert not app.exception, app.exception\n"
         "assert app.main.children, 'an empty page'\n"
     )

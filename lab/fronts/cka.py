@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.fronts import arguments, widgets
+from engram_lab.lab.ask import flags as arguments
+from engram_lab.lab.ask import widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
     from engram_lab.probes.cka import CKAConfig
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def shipped() -> tuple[Sentence, ...]:
     """The sentences with entities that we wrote."""
-    from engram_lab.lab.texts import TEXTS
+    from engram_lab.lab.ask.texts import TEXTS
     from engram_lab.probes.points import read_sentences
 
     return read_sentences((TEXTS / ENTITIES).read_bytes(), ENTITIES)
@@ -153,7 +154,7 @@ def to_file(texts: Sequence[str], entities: Sequence[Sequence[Sequence[int]]] | 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The map of all pairs of layers with its ridge."""
-    from engram_lab.lab.cka_figures import cka_map
+    from engram_lab.lab.fronts.cka_figures import cka_map
 
     return cka_map(report, mode)
 

@@ -6,18 +6,18 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab import facts_files
-from engram_lab.lab.fronts import arguments, facts_widgets
+from engram_lab.lab.ask import facts as facts_files
+from engram_lab.lab.ask import facts_widgets, flags
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.fact_alternatives import AlternativesConfig
-    from engram_lab.probes.fact_sets import StatedFact
+    from engram_lab.probes.facts.alternatives import AlternativesConfig
+    from engram_lab.probes.facts.sets import StatedFact
 
 GROUP_HELP = facts_files.GROUP_HELP
 HELP = "the same facts in rows, in LoRA, in the prompt and retrieved: recall, and what happens to unrelated text"
@@ -27,7 +27,7 @@ N_TEXTS, BEST = 120, 3  # unrelated texts, facts that are retrieved
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the comparison takes."""
-    arguments.add_models(parser)
+    flags.add_models(parser)
     facts_files.add_facts(parser)
     facts_files.add_texts(parser)
     parser.set_defaults(n_texts=N_TEXTS)
@@ -41,16 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora-stop", type=float, default=0.1, help="mean loss at which LoRA is done, nats (default %(default)s)"
     )
     parser.add_argument("--time", action="store_true", help="say how long writing took; then no two reports are equal")
-    arguments.add_resampling(parser)
+    flags.add_resampling(parser)
 
 
 def request(
     models: tuple[str, ...], facts: tuple[StatedFact, ...], unrelated: tuple[str, ...], best: int = BEST, **options: Any
 ) -> AlternativesConfig:
     """A request with the facts that are retrieved for each of its texts, at most `best`; `options` are its fields."""
-    from engram_lab.lab import retrieval
+    from engram_lab.lab.ask import retrieval
     from engram_lab.models.errors import LabError
-    from engram_lab.probes.fact_alternatives import AlternativesConfig, prompts_of
+    from engram_lab.probes.facts.alternatives import AlternativesConfig, prompts_of
 
     if best < 0:
         raise LabError(f"The number of facts that are retrieved is {best}; give 0 or more.")
@@ -62,7 +62,7 @@ def request(
 def config(args: argparse.Namespace) -> AlternativesConfig:
     """The request."""
     return request(
-        arguments.names(args),
+        flags.names(args),
         facts_files.facts_of(args),
         facts_files.texts_of(args),
         args.best,
@@ -93,11 +93,11 @@ def options(config: AlternativesConfig) -> list[str]:
         "bootstrap": config.bootstrap,
     }
     return [
-        *arguments.model_flags(config.models),
+        *flags.model_flags(config.models),
         *facts_files.flags(config.facts, config.writing),
         *facts_files.text_flags(config.unrelated),
-        *(arguments.flag("rank", rank) for rank in config.ranks),
-        *(arguments.flag(name, value) for name, value in values.items()),
+        *(flags.flag("rank", rank) for rank in config.ranks),
+        *(flags.flag(name, value) for name, value in values.items()),
         *["--time"] * config.time,
     ]
 
@@ -120,7 +120,7 @@ def view(config: AlternativesConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """Recall, and the change of unrelated text, by method."""
-    from engram_lab.lab.facts_alternatives_figures import comparison
+    from engram_lab.lab.fronts.facts_alternatives_figures import comparison
 
     return comparison(report, mode)
 

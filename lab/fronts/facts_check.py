@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab import facts_files
-from engram_lab.lab.fronts import arguments, facts_widgets
+from engram_lab.lab.ask import facts as facts_files
+from engram_lab.lab.ask import facts_widgets, flags
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.fact_check import CheckConfig
+    from engram_lab.probes.facts.check import CheckConfig
 
 GROUP_HELP = facts_files.GROUP_HELP
 HELP = "write facts, then: did the model learn them, what else changed, does undoing give every bit back"
@@ -25,7 +25,7 @@ HELP = "write facts, then: did the model learn them, what else changed, does und
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the check takes."""
-    arguments.add_models(parser)
+    flags.add_models(parser)
     facts_files.add_facts(parser)
     parser.add_argument(
         "--overlay",
@@ -34,19 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an overlay, to take facts, user, method and layer from",
     )
     facts_files.add_texts(parser)
-    arguments.add_resampling(parser)
+    flags.add_resampling(parser)
 
 
 def config(args: argparse.Namespace) -> CheckConfig:
     """The request."""
-    from engram_lab.probes.fact_check import CheckConfig
+    from engram_lab.probes.facts.check import CheckConfig
 
     if args.overlay is not None:
         facts, args = facts_files.of_overlay(args)
     else:
         facts = facts_files.facts_of(args)
     writing, texts = facts_files.writing_of(args), facts_files.texts_of(args)
-    return CheckConfig(arguments.names(args), facts, writing, texts, args.seed, args.bootstrap)
+    return CheckConfig(flags.names(args), facts, writing, texts, args.seed, args.bootstrap)
 
 
 def files(config: CheckConfig) -> dict[str, str]:
@@ -57,11 +57,11 @@ def files(config: CheckConfig) -> dict[str, str]:
 def options(config: CheckConfig) -> list[str]:
     """The flags of a request."""
     return [
-        *arguments.model_flags(config.models),
+        *flags.model_flags(config.models),
         *facts_files.flags(config.facts, config.writing),
         *facts_files.text_flags(config.texts),
-        arguments.flag("seed", config.seed),
-        arguments.flag("bootstrap", config.bootstrap),
+        flags.flag("seed", config.seed),
+        flags.flag("bootstrap", config.bootstrap),
     ]
 
 
@@ -78,7 +78,7 @@ def view(config: CheckConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """Recall, paraphrases and neighbours, before and after."""
-    from engram_lab.lab.facts_figures import recall
+    from engram_lab.lab.fronts.facts_figures import recall
 
     return recall(report, mode)
 

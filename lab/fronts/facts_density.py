@@ -6,17 +6,17 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab import facts_files
-from engram_lab.lab.fronts import arguments, facts_widgets
+from engram_lab.lab.ask import facts as facts_files
+from engram_lab.lab.ask import facts_widgets, flags
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.fact_density import DensityConfig
+    from engram_lab.probes.facts.density import DensityConfig
 
 GROUP_HELP = facts_files.GROUP_HELP
 HELP = "recall over the number of facts, aliases apart from interference; two users on top of each other"
@@ -24,22 +24,22 @@ HELP = "recall over the number of facts, aliases apart from interference; two us
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the study takes."""
-    arguments.add_models(parser)
+    flags.add_models(parser)
     facts_files.add_facts(parser)
     parser.add_argument(
         "--size", type=int, action="append", metavar="N", help="facts written together; may be repeated, ascending "
         "(default: 1, 2, 5, 10, 20 and 50, as far as there are facts)",
     )  # fmt: skip
     parser.add_argument("--no-stacks", action="store_true", help="leave out the two users on top of each other")
-    arguments.add_resampling(parser)
+    flags.add_resampling(parser)
 
 
 def config(args: argparse.Namespace) -> DensityConfig:
     """The request."""
-    from engram_lab.probes.fact_density import SIZES, DensityConfig
+    from engram_lab.probes.facts.density import SIZES, DensityConfig
 
     return DensityConfig(
-        arguments.names(args),
+        flags.names(args),
         facts_files.facts_of(args),
         facts_files.writing_of(args),
         tuple(args.size or SIZES),
@@ -57,12 +57,12 @@ def files(config: DensityConfig) -> dict[str, str]:
 def options(config: DensityConfig) -> list[str]:
     """The flags of a request."""
     return [
-        *arguments.model_flags(config.models),
+        *flags.model_flags(config.models),
         *facts_files.flags(config.facts, config.writing),
-        *(arguments.flag("size", size) for size in config.sizes),
+        *(flags.flag("size", size) for size in config.sizes),
         *([] if config.stacks else ["--no-stacks"]),
-        arguments.flag("seed", config.seed),
-        arguments.flag("bootstrap", config.bootstrap),
+        flags.flag("seed", config.seed),
+        flags.flag("bootstrap", config.bootstrap),
     ]
 
 
@@ -75,7 +75,7 @@ def settled(report: Report) -> DensityConfig:
 
 def view(config: DensityConfig) -> View:
     """The page of a request, but for its facts."""
-    from engram_lab.probes.fact_density import SIZES
+    from engram_lab.probes.facts.density import SIZES
 
     n = len(config.facts)
     sizes = [size for size in SIZES if size <= n and size in config.sizes]
@@ -84,7 +84,7 @@ def view(config: DensityConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """Recall over the number of facts."""
-    from engram_lab.lab.facts_figures import density
+    from engram_lab.lab.fronts.facts_figures import density
 
     return density(report, mode)
 

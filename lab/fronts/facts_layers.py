@@ -6,17 +6,17 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab import facts_files
-from engram_lab.lab.fronts import arguments, facts_widgets
+from engram_lab.lab.ask import facts as facts_files
+from engram_lab.lab.ask import facts_widgets, flags
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.fact_layers import LayersConfig
+    from engram_lab.probes.facts.layers import LayersConfig
 
 GROUP_HELP = facts_files.GROUP_HELP
 HELP = "the same facts written at each memory layer by itself"
@@ -24,20 +24,20 @@ HELP = "the same facts written at each memory layer by itself"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the study takes."""
-    arguments.add_models(parser)
+    flags.add_models(parser)
     facts_files.add_facts(parser, layer=False)
     parser.add_argument(
         "--layer", type=int, action="append", metavar="N", help="may be repeated (default: all memory layers)"
     )
-    arguments.add_resampling(parser)
+    flags.add_resampling(parser)
 
 
 def config(args: argparse.Namespace) -> LayersConfig:
     """The request."""
-    from engram_lab.probes.fact_layers import LayersConfig
+    from engram_lab.probes.facts.layers import LayersConfig
 
     return LayersConfig(
-        arguments.names(args),
+        flags.names(args),
         facts_files.facts_of(args),
         facts_files.writing_of(args),
         tuple(args.layer or ()),
@@ -54,11 +54,11 @@ def files(config: LayersConfig) -> dict[str, str]:
 def options(config: LayersConfig) -> list[str]:
     """The flags of a request."""
     return [
-        *arguments.model_flags(config.models),
+        *flags.model_flags(config.models),
         *facts_files.flags(config.facts, config.writing),
-        *(arguments.flag("layer", layer) for layer in config.layers),
-        arguments.flag("seed", config.seed),
-        arguments.flag("bootstrap", config.bootstrap),
+        *(flags.flag("layer", layer) for layer in config.layers),
+        flags.flag("seed", config.seed),
+        flags.flag("bootstrap", config.bootstrap),
     ]
 
 
@@ -69,14 +69,14 @@ def view(config: LayersConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """Recall by layer."""
-    from engram_lab.lab.facts_figures import layers
+    from engram_lab.lab.fronts.facts_figures import layers
 
     return layers(report, mode)
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each layer and figure."""
-    from engram_lab.probes.fact_layers import FIGURES
+    from engram_lab.probes.facts.layers import FIGURES
 
     result = report.result
     for n, layer in enumerate(result.layers):

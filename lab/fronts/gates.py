@@ -6,13 +6,14 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.fronts import arguments, widgets
+from engram_lab.lab.ask import flags as arguments
+from engram_lab.lab.ask import widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
     from engram_lab.probes.gates import GatesConfig
@@ -97,8 +98,8 @@ def settled(report: Report) -> GatesConfig:
 
 def view(config: GatesConfig) -> View:
     """The page of a request, whose position does not count from the end."""
-    from engram_lab.lab.gates_figures import CONTROL_NAMES, control_name
-    from engram_lab.lab.texts import held_out
+    from engram_lab.lab.ask.texts import held_out
+    from engram_lab.lab.fronts.gates_figures import CONTROL_NAMES, control_name
 
     shown = widgets.models(config.models)
     widgets.without(config, ranked=12)
@@ -131,8 +132,8 @@ def view(config: GatesConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The gates at each position of one prompt, or their distribution over a text set."""
-    from engram_lab.lab.gates_figures import gate_map
-    from engram_lab.lab.gates_summaries import histogram
+    from engram_lab.lab.fronts.gates_figures import gate_map
+    from engram_lab.lab.fronts.gates_summaries import histogram
 
     if report.config.detail and len(report.config.prompts) == 1:
         return gate_map(report, mode)
@@ -146,7 +147,7 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
     """
     import numpy as np
 
-    from engram_lab.lab import labels
+    from engram_lab.lab.draw import labels
 
     result = report.result
     index = result.prompt_index

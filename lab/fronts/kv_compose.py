@@ -6,19 +6,19 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab import kv_scenarios
-from engram_lab.lab.fronts import arguments, widgets
+from engram_lab.lab.ask import flags as arguments
+from engram_lab.lab.ask import scenarios, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.kv_compose import ComposeConfig
+    from engram_lab.probes.kv.compose import ComposeConfig
 
-GROUP_HELP = kv_scenarios.GROUP_HELP
+GROUP_HELP = scenarios.GROUP_HELP
 AGAIN = (0, 1, 2, 4, 8, 16, 32)  # tokens of a block that run again, and lengths of it, that the page offers
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 HELP = "a block prefilled alone, moved behind a prefix by rotating its keys, against a full prefill"
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> ComposeConfig:
     """The request; the answers of ours go only with our texts."""
-    from engram_lab.probes.kv_compose import ANSWERS, BLOCK, PREFIX, SUFFIX, ComposeConfig
+    from engram_lab.probes.kv.compose import ANSWERS, BLOCK, PREFIX, SUFFIX, ComposeConfig
 
     ours = all(getattr(args, name) is None for name in ("prefix", "block", "suffix"))
     answers = args.answers if args.answers is not None else ANSWERS if ours else ()
@@ -70,7 +70,7 @@ def options(config: ComposeConfig) -> list[str]:
     """The flags of a request."""
     import shlex
 
-    from engram_lab.probes.kv_compose import BLOCK, PREFIX, SUFFIX
+    from engram_lab.probes.kv.compose import BLOCK, PREFIX, SUFFIX
 
     flags = arguments.model_flags(config.models)
     for name, ours in (("prefix", PREFIX), ("block", BLOCK), ("suffix", SUFFIX)):
@@ -101,7 +101,7 @@ def view(config: ComposeConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """Cosine by tokens that run again."""
-    from engram_lab.lab.kv_run_figures import compose
+    from engram_lab.lab.fronts.kv_run_figures import compose
 
     return compose(report, mode)
 

@@ -6,20 +6,20 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab import kv_scenarios
-from engram_lab.lab.fronts import arguments, kv_widgets, widgets
+from engram_lab.lab.ask import flags as arguments
+from engram_lab.lab.ask import kv_widgets, scenarios, widgets
 from engram_lab.lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.kv_erratum import ErratumConfig
+    from engram_lab.probes.kv.erratum import ErratumConfig
 
-GROUP_HELP = kv_scenarios.GROUP_HELP
+GROUP_HELP = scenarios.GROUP_HELP
 POLICIES = (0, 4, 3, 2, 1)  # corrections until all is prefilled anew, that the page offers
 HELP = "a correction behind a stale cache in place of a new prefill, with controls, and a chain of them"
 
@@ -27,7 +27,7 @@ HELP = "a correction behind a stale cache in place of a new prefill, with contro
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the errata take."""
     arguments.add_models(parser)
-    kv_scenarios.add_scenario(parser)
+    scenarios.add_scenario(parser)
     parser.add_argument(
         "--chain", action="append", metavar="VALUE=ANSWER", default=[],
         help="a correction of the chain, the last = counts; may be repeated (default: from the scenario)",
@@ -51,14 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def config(args: argparse.Namespace) -> ErratumConfig:
     """The request."""
     from engram_lab.models.errors import LabError
-    from engram_lab.probes.kv_erratum import ErratumConfig
+    from engram_lab.probes.kv.erratum import ErratumConfig
 
     pairs = [text.rpartition("=") for text in args.chain]
     if bad := [text for text, (_, sign, _) in zip(args.chain, pairs, strict=True) if not sign]:
         raise LabError(f'"{bad[0]}" is no correction of a chain: give the value, =, and the answer that is due.')
     return ErratumConfig(
         arguments.names(args),
-        kv_scenarios.scenario_of(args),
+        scenarios.scenario_of(args),
         tuple((value, answer) for value, _, answer in pairs),
         args.corrections,
         args.wording,
@@ -75,7 +75,7 @@ def files(config: ErratumConfig) -> dict[str, str]:
 
 def options(config: ErratumConfig) -> list[str]:
     """The flags of a request."""
-    flags = arguments.model_flags(config.models) + kv_scenarios.scenario_flags(config.scenario, config.align)
+    flags = arguments.model_flags(config.models) + scenarios.scenario_flags(config.scenario, config.align)
     flags += [arguments.flag("chain", f"{value}={answer}") for value, answer in config.chain]
     flags.append(arguments.flag("corrections", config.corrections))
     if config.wording:
@@ -111,14 +111,14 @@ def view(config: ErratumConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The answers after each thing said."""
-    from engram_lab.lab.kv_run_figures import errata
+    from engram_lab.lab.fronts.kv_run_figures import errata
 
     return errata(report, mode)
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each thing said behind the prompt, then one for each policy and correction of the chain."""
-    from engram_lab.probes.kv_erratum import policy
+    from engram_lab.probes.kv.erratum import policy
 
     result = report.result
     fixed = {"scenario": report.config.scenario.id, "oracle": result.oracle.both}

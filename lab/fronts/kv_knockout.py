@@ -6,27 +6,27 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab import kv_scenarios
-from engram_lab.lab.fronts import arguments, kv_widgets, widgets
+from engram_lab.lab.ask import flags as arguments
+from engram_lab.lab.ask import kv_widgets, scenarios, widgets
 from engram_lab.lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.kv_knockout import KnockoutConfig
+    from engram_lab.probes.kv.knockout import KnockoutConfig
 
-GROUP_HELP = kv_scenarios.GROUP_HELP
+GROUP_HELP = scenarios.GROUP_HELP
 HELP = "the answer with a part of the cache zeroed, averaged, made noise or taken from another text"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the knock-outs take."""
     arguments.add_models(parser)
-    kv_scenarios.add_scenario(parser)
+    scenarios.add_scenario(parser)
     parser.add_argument(
         "--target", action="append", help="field, notes or downstream; may be repeated (default: all three)"
     )
@@ -43,12 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> KnockoutConfig:
     """The request."""
-    from engram_lab.probes.kv_knockout import HOWS, TARGETS, UNRELATED, KnockoutConfig
+    from engram_lab.probes.kv.knockout import HOWS, TARGETS, UNRELATED, KnockoutConfig
 
     chosen = ["positions"] if args.positions else []
     return KnockoutConfig(
         arguments.names(args),
-        kv_scenarios.scenario_of(args),
+        scenarios.scenario_of(args),
         (*(args.target or TARGETS[:3]), *chosen),
         tuple(args.how or HOWS),
         tuple(args.positions),
@@ -66,9 +66,9 @@ def files(config: KnockoutConfig) -> dict[str, str]:
 
 def options(config: KnockoutConfig) -> list[str]:
     """The flags of a request."""
-    from engram_lab.probes.kv_knockout import UNRELATED
+    from engram_lab.probes.kv.knockout import UNRELATED
 
-    flags = arguments.model_flags(config.models) + kv_scenarios.scenario_flags(config.scenario, config.align)
+    flags = arguments.model_flags(config.models) + scenarios.scenario_flags(config.scenario, config.align)
     flags += [arguments.flag("target", target) for target in config.targets if target != "positions"]
     flags += [arguments.flag("how", how) for how in config.hows]
     if config.positions:
@@ -80,7 +80,7 @@ def options(config: KnockoutConfig) -> list[str]:
 
 def view(config: KnockoutConfig) -> View:
     """The page of a request."""
-    from engram_lab.probes.kv_knockout import HOWS, TARGETS, UNRELATED
+    from engram_lab.probes.kv.knockout import HOWS, TARGETS, UNRELATED
 
     targets = widgets.some_of("targets", config.targets, TARGETS)
     shown = {
@@ -99,7 +99,7 @@ def view(config: KnockoutConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The margin that is left."""
-    from engram_lab.lab.kv_figures import knockouts
+    from engram_lab.lab.fronts.kv_figures import knockouts
 
     return knockouts(report, mode)
 

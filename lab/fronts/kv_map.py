@@ -6,26 +6,25 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab import kv_scenarios
-from engram_lab.lab.fronts import arguments, kv_widgets, widgets
+from engram_lab.lab.ask import flags, kv_widgets, scenarios, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.kv_map import MapConfig
+    from engram_lab.probes.kv.map import MapConfig
 
-GROUP_HELP = kv_scenarios.GROUP_HELP
+GROUP_HELP = scenarios.GROUP_HELP
 HELP = "what each position and layer of a cache recovers, swapped alone"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the map takes."""
-    arguments.add_models(parser)
-    kv_scenarios.add_scenario(parser)
+    flags.add_models(parser)
+    scenarios.add_scenario(parser)
     parser.add_argument(
         "--groups", type=int, default=0, help="groups of neighbouring layers (default 0: each layer by itself)"
     )
@@ -34,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> MapConfig:
     """The request."""
-    from engram_lab.probes.kv_map import MapConfig
+    from engram_lab.probes.kv.map import MapConfig
 
-    return MapConfig(arguments.names(args), kv_scenarios.scenario_of(args), args.groups, args.part, args.align)
+    return MapConfig(flags.names(args), scenarios.scenario_of(args), args.groups, args.part, args.align)
 
 
 def files(config: MapConfig) -> dict[str, str]:
@@ -47,10 +46,10 @@ def files(config: MapConfig) -> dict[str, str]:
 def options(config: MapConfig) -> list[str]:
     """The flags of a request."""
     return [
-        *arguments.model_flags(config.models),
-        *kv_scenarios.scenario_flags(config.scenario, config.align),
-        arguments.flag("groups", config.groups),
-        arguments.flag("part", config.part),
+        *flags.model_flags(config.models),
+        *scenarios.scenario_flags(config.scenario, config.align),
+        flags.flag("groups", config.groups),
+        flags.flag("part", config.part),
     ]
 
 
@@ -62,7 +61,7 @@ def view(config: MapConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The map."""
-    from engram_lab.lab.kv_figures import recovery_map
+    from engram_lab.lab.fronts.kv_figures import recovery_map
 
     return recovery_map(report, mode)
 

@@ -6,20 +6,20 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab import kv_scenarios
-from engram_lab.lab.fronts import arguments, kv_widgets, widgets
+from engram_lab.lab.ask import flags as arguments
+from engram_lab.lab.ask import kv_widgets, scenarios, widgets
 from engram_lab.lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.kv_reasoning import ReasoningConfig
+    from engram_lab.probes.kv.reasoning import ReasoningConfig
 
-GROUP_HELP = kv_scenarios.GROUP_HELP
+GROUP_HELP = scenarios.GROUP_HELP
 TOKENS = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # that the page offers to write
 HELP = "the field alone swapped, and the model writes some tokens before it answers"
 
@@ -27,7 +27,7 @@ HELP = "the field alone swapped, and the model writes some tokens before it answ
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the writing takes."""
     arguments.add_models(parser)
-    kv_scenarios.add_scenario(parser)
+    scenarios.add_scenario(parser)
     parser.add_argument(
         "--tokens", type=int, nargs="+", metavar="N", default=[0, 4, 16, 32],
         help="tokens written before the answer (default: 0 4 16 32)",
@@ -37,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> ReasoningConfig:
     """The request."""
-    from engram_lab.probes.kv_reasoning import CUE, ReasoningConfig
+    from engram_lab.probes.kv.reasoning import CUE, ReasoningConfig
 
     return ReasoningConfig(
         arguments.names(args),
-        kv_scenarios.scenario_of(args),
+        scenarios.scenario_of(args),
         tuple(args.tokens),
         CUE if args.cue is None else args.cue,
         args.align,
@@ -55,9 +55,9 @@ def files(config: ReasoningConfig) -> dict[str, str]:
 
 def options(config: ReasoningConfig) -> list[str]:
     """The flags of a request."""
-    from engram_lab.probes.kv_reasoning import CUE
+    from engram_lab.probes.kv.reasoning import CUE
 
-    flags = arguments.model_flags(config.models) + kv_scenarios.scenario_flags(config.scenario, config.align)
+    flags = arguments.model_flags(config.models) + scenarios.scenario_flags(config.scenario, config.align)
     flags.append(" ".join(["--tokens", *map(str, config.tokens)]))
     return [*flags, *([arguments.flag("cue", config.cue)] if config.cue != CUE else [])]
 
@@ -70,7 +70,7 @@ def view(config: ReasoningConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The margin by tokens written."""
-    from engram_lab.lab.kv_run_figures import reasoning
+    from engram_lab.lab.fronts.kv_run_figures import reasoning
 
     return reasoning(report, mode)
 

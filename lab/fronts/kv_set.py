@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab import kv_scenarios
-from engram_lab.lab.fronts import arguments, kv_widgets, widgets
+from engram_lab.lab.ask import flags, kv_widgets, widgets
+from engram_lab.lab.ask import scenarios as kv_scenarios
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.kv_set import SetConfig
+    from engram_lab.probes.kv.set import SetConfig
 
 GROUP_HELP = kv_scenarios.GROUP_HELP
 HELP = "a whole library of scenarios: kind of question by recovery, with intervals"
@@ -26,24 +26,24 @@ HELP = "a whole library of scenarios: kind of question by recovery, with interva
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the set takes."""
-    arguments.add_models(parser)
+    flags.add_models(parser)
     parser.add_argument(
         "--scenarios", type=Path, metavar="FILE", help="a .jsonl with your own scenarios (default: those that ship)"
     )
     parser.add_argument("--chat", action="store_true", help="all as a user's message in the model's chat template")
     kv_scenarios.add_align(parser)
-    arguments.add_resampling(parser)
+    flags.add_resampling(parser)
 
 
 def config(args: argparse.Namespace) -> SetConfig:
     """The request."""
-    from engram_lab.probes.kv_set import SetConfig
+    from engram_lab.probes.kv.set import SetConfig
 
     file = args.scenarios
     scenarios = kv_scenarios.library() if file is None else kv_scenarios.read(file.read_bytes(), str(file))
     if args.chat:
         scenarios = tuple(dataclasses.replace(scenario, chat=True) for scenario in scenarios)
-    return SetConfig(arguments.names(args), scenarios, args.align, args.seed, args.bootstrap)
+    return SetConfig(flags.names(args), scenarios, args.align, args.seed, args.bootstrap)
 
 
 def _shipped(config: SetConfig) -> list[str] | None:
@@ -61,11 +61,11 @@ def options(config: SetConfig) -> list[str]:
     """The flags of a request."""
     shipped = _shipped(config)
     return [
-        *arguments.model_flags(config.models),
-        *([arguments.flag("scenarios", kv_scenarios.FILE)] if shipped is None else shipped),
-        arguments.flag("align", config.align),
-        arguments.flag("seed", config.seed),
-        arguments.flag("bootstrap", config.bootstrap),
+        *flags.model_flags(config.models),
+        *([flags.flag("scenarios", kv_scenarios.FILE)] if shipped is None else shipped),
+        flags.flag("align", config.align),
+        flags.flag("seed", config.seed),
+        flags.flag("bootstrap", config.bootstrap),
     ]
 
 
@@ -84,7 +84,7 @@ def view(config: SetConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """Recovery by kind of question."""
-    from engram_lab.lab.kv_set_figures import by_kind
+    from engram_lab.lab.fronts.kv_set_figures import by_kind
 
     return by_kind(report, mode)
 

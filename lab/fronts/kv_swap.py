@@ -6,19 +6,19 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab import kv_scenarios
-from engram_lab.lab.fronts import arguments, kv_widgets, widgets
+from engram_lab.lab.ask import flags as arguments
+from engram_lab.lab.ask import kv_widgets, scenarios, widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.kv_swap import SwapConfig
+    from engram_lab.probes.kv.swap import SwapConfig
 
-GROUP_HELP = kv_scenarios.GROUP_HELP
+GROUP_HELP = scenarios.GROUP_HELP
 SIZES = (1, 2, 4, 8, 16)  # numbers of positions that the page offers, each for last, best and random
 HELP = "swap K and V of a changed field, of what is behind it, and of other positions into a stale cache"
 
@@ -26,7 +26,7 @@ HELP = "swap K and V of a changed field, of what is behind it, and of other posi
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the ladder takes."""
     arguments.add_models(parser)
-    kv_scenarios.add_scenario(parser)
+    scenarios.add_scenario(parser)
     parser.add_argument("--part", choices=("kv", "k", "v"), default="kv", help="what to swap (default %(default)s)")
     parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="blocks to swap in (default: all)")
     for name, what in (("last", "the last N positions"), ("best", "the best N"), ("random", "N at random")):
@@ -39,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> SwapConfig:
     """The request."""
-    from engram_lab.probes.kv_swap import SwapConfig
+    from engram_lab.probes.kv.swap import SwapConfig
 
     return SwapConfig(
         arguments.names(args),
-        kv_scenarios.scenario_of(args),
+        scenarios.scenario_of(args),
         args.part,
         None if args.layers is None else tuple(args.layers),
         tuple(args.last),
@@ -62,7 +62,7 @@ def files(config: SwapConfig) -> dict[str, str]:
 
 def options(config: SwapConfig) -> list[str]:
     """The flags of a request."""
-    flags = arguments.model_flags(config.models) + kv_scenarios.scenario_flags(config.scenario, config.align)
+    flags = arguments.model_flags(config.models) + scenarios.scenario_flags(config.scenario, config.align)
     flags.append(arguments.flag("part", config.part))
     for name in ("layers", "last", "best", "random"):
         if (numbers := getattr(config, name)) is not None:
@@ -87,7 +87,7 @@ def view(config: SwapConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The ladder as bars."""
-    from engram_lab.lab.kv_figures import ladder
+    from engram_lab.lab.fronts.kv_figures import ladder
 
     return ladder(report, mode)
 
@@ -108,7 +108,7 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
 
 
 def effects_row(effects: Any, n: int) -> dict[str, Any]:
-    """The figures of one variant of probes.kv_effects.Effects."""
+    """The figures of one variant of probes.kv.effects.Effects."""
     return {
         "recovery": float(effects.recovery[n]),
         "flip": bool(effects.flip[n]),

@@ -6,13 +6,14 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.fronts import arguments, widgets
+from engram_lab.lab.ask import flags as arguments
+from engram_lab.lab.ask import widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
     from engram_lab.probes.logit_lens import LensConfig
@@ -60,7 +61,7 @@ def files(config: LensConfig) -> dict[str, str]:
 
 def view(config: LensConfig) -> View:
     """The page of a request."""
-    from engram_lab.lab.texts import held_out
+    from engram_lab.lab.ask.texts import held_out
 
     shown = {**widgets.models(config.models), "tuned": config.tuned}
     if not config.detail:
@@ -74,7 +75,7 @@ def view(config: LensConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The mean KL by layer."""
-    from engram_lab.lab.figures import lens_curves
+    from engram_lab.lab.fronts.lens_figures import lens_curves
 
     return lens_curves(report, mode, {handle.name: handle.engram_layers for handle in handles})
 
@@ -87,8 +88,8 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
     """
     import numpy as np
 
-    from engram_lab.lab import labels
-    from engram_lab.lab.figures import readings
+    from engram_lab.lab.draw import labels
+    from engram_lab.lab.fronts.lens_figures import readings
 
     for lens in report.result.models:
         index = lens.prompt_index

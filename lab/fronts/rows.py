@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.fronts import arguments, widgets
+from engram_lab.lab.ask import flags as arguments
+from engram_lab.lab.ask import widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
     from engram_lab.probes.rows import RowsConfig
@@ -80,8 +81,8 @@ def settled(report: Report) -> RowsConfig:
 
 def own_sentences() -> tuple[str, ...]:
     """All sentences that we wrote, which the page counts over."""
+    from engram_lab.lab.ask.texts import held_out
     from engram_lab.lab.fronts.cka import shipped
-    from engram_lab.lab.texts import held_out
 
     return (*held_out(), *(sentence.text for sentence in shipped()))
 
@@ -104,8 +105,8 @@ def view(config: RowsConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The tokens that what came through promotes and suppresses; without a handle, by the report's own texts."""
-    from engram_lab.lab import labels
-    from engram_lab.lab.rows_figures import came_through
+    from engram_lab.lab.draw import labels
+    from engram_lab.lab.fronts.rows_figures import came_through
 
     said = report.result.came_through
     texts = dict(zip(said.promoted_ids + said.suppressed_ids, said.promoted_texts + said.suppressed_texts, strict=True))

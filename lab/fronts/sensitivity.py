@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.fronts import arguments, widgets
+from engram_lab.lab.ask import flags as arguments
+from engram_lab.lab.ask import widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.theme import Mode
-    from engram_lab.lab.views import View
+    from engram_lab.lab.ask.view import View
+    from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
     from engram_lab.probes.sensitivity import SensitivityConfig
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> SensitivityConfig:
     """The request."""
-    from engram_lab.lab.texts import items_of, shipped_sets
+    from engram_lab.lab.ask.texts import items_of, shipped_sets
     from engram_lab.models.errors import DataError
     from engram_lab.probes.sensitivity import SensitivityConfig, TextSet
 
@@ -67,7 +68,7 @@ def config(args: argparse.Namespace) -> SensitivityConfig:
 
 def files(config: SensitivityConfig) -> dict[str, str]:
     """The sets as files, unless they are those that ship."""
-    from engram_lab.lab.texts import shipped_sets
+    from engram_lab.lab.ask.texts import shipped_sets
 
     if config.sets == shipped_sets():
         return {}
@@ -104,7 +105,7 @@ def view(config: SensitivityConfig) -> View:
 
     Which layers are "each" only the model can tell.
     """
-    from engram_lab.lab.texts import items_of, shipped_sets
+    from engram_lab.lab.ask.texts import items_of, shipped_sets
 
     shown = widgets.models(config.models) | widgets.resampling(config)
     first, brought = config.sets[0].name, {}
@@ -126,7 +127,7 @@ def view(config: SensitivityConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The change of the loss by set and condition."""
-    from engram_lab.lab.sensitivity_figures import changes
+    from engram_lab.lab.fronts.sensitivity_figures import changes
 
     return changes(report, mode)
 

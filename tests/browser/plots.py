@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from playwright.sync_api import Page
 
-from engram_lab.lab.theme import PALETTES
+from engram_lab.lab.draw.theme import PALETTES
 from tests.full import FULL
 
 # A busy machine draws slowly; what is slow on an idle one is measured elsewhere.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
-from engram_lab.lab import cka_figures
+from engram_lab.lab.fronts import cka_figures
 from engram_lab.lab.fronts.cka import shipped
 from engram_lab.models.handle import open_model
 from engram_lab.probes import cka, logit_lens

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
-from engram_lab.lab import facts_files, texts
+from engram_lab.lab.ask import facts as facts_files
+from engram_lab.lab.ask import texts
 from engram_lab.models.handle import Handle, open_model
-from engram_lab.probes import fact_check
-from engram_lab.probes.fact_addresses import address_groups
-from engram_lab.probes.fact_check import CheckConfig
-from engram_lab.probes.fact_sets import Writing
+from engram_lab.probes.facts import check
+from engram_lab.probes.facts.addresses import address_groups
+from engram_lab.probes.facts.check import CheckConfig
+from engram_lab.probes.facts.sets import Writing
 from tests.browser.plots import LOOKS, drawn, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
@@ -55,7 +56,7 @@ def test_a_typed_fact_is_written_checked_and_undone(page: Page, address: str, ha
     known = [persona[group[0]] for group in address_groups(handle, handle.engram_layers[-1], persona)][:10]
     typed = dataclasses.replace(known[0], answer=" Rome", composition=None)
     config = CheckConfig(("engram-mini",), (typed, *known[1:]), Writing("maya", 6), texts.held_out()[:40])
-    result = fact_check.run([handle], config).result
+    result = check.run([handle], config).result
     expect(page.get_by_label("Written fact", exact=True)).to_have_value(f'"{typed.trigger}{typed.answer}"')
     traces = {t["name"]: t for t in drawn(page, RECALL)}
     told = [own.after for own in result.scores if own.n]

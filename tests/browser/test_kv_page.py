@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
-from engram_lab.lab import kv_scenarios
+from engram_lab.lab.ask import scenarios
 from engram_lab.models.handle import Handle, open_model
-from engram_lab.probes import kv_map, kv_swap
-from engram_lab.probes.kv_map import MapConfig
-from engram_lab.probes.kv_swap import SwapConfig
+from engram_lab.probes.kv import map as kv_map
+from engram_lab.probes.kv import swap
+from engram_lab.probes.kv.map import MapConfig
+from engram_lab.probes.kv.swap import SwapConfig
 from tests.browser.plots import LOOKS, drawn, redrawn, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
@@ -34,8 +35,8 @@ def handle() -> Iterator[Handle]:
 
 def ladder(handle: Handle, scenario: str) -> dict[str, float]:
     """The probe's own recovery of each bar."""
-    config = SwapConfig(MODEL, kv_scenarios.find(scenario, kv_scenarios.library()), align="split")
-    result = kv_swap.run([handle], config).result
+    config = SwapConfig(MODEL, scenarios.find(scenario, scenarios.library()), align="split")
+    result = swap.run([handle], config).result
     bars = {name: value for name, value in zip(result.names, result.effects.recovery.tolist(), strict=True)}
     return bars | {f"random {k}": float(result.random_mean[n]) for n, k in enumerate(result.random_k.tolist())}
 
@@ -53,7 +54,7 @@ def agree(found: dict[str, float], wanted: dict[str, float]) -> None:
 def test_the_drawn_ladder_is_the_probes(page: Page, address: str, handle: Handle) -> None:
     page.goto(f"{address}/kv", wait_until="commit")
     first = drawn(page, LADDER)
-    library = kv_scenarios.library()
+    library = scenarios.library()
     agree(bars(first), ladder(handle, library[0].id))
     settled(page)
     field = page.locator(".chip.field")
@@ -72,7 +73,7 @@ def test_the_drawn_ladder_is_the_probes(page: Page, address: str, handle: Handle
 def test_a_link_reopens_and_a_click_inspects(page: Page, address: str, handle: Handle) -> None:
     page.goto(f"{address}/kv?experiment=Map&scenario={OTHER}&groups=2", wait_until="commit")
     (cells,) = [t for t in drawn(page, MAP) if t["type"] == "heatmap"]
-    scenario = kv_scenarios.find(OTHER, kv_scenarios.library())
+    scenario = scenarios.find(OTHER, scenarios.library())
     result = kv_map.run([handle], MapConfig(MODEL, scenario, 2, align="split")).result
     assert np.allclose(np.array(cells["z"]), result.recovery, atol=2e-3)
     settled(page)

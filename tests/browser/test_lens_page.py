@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
-from engram_lab.lab.theme import PALETTES
+from engram_lab.lab.draw.theme import PALETTES
 from engram_lab.models.handle import open_model
 from engram_lab.probes import logit_lens
 from engram_lab.probes.base import Report

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from playwright.sync_api import Page, expect
 
-from engram_lab.lab.reference import ENTRIES
+from engram_lab.lab.fronts.reference import ENTRIES
 from tests.browser.plots import LOOKS, fits, in_mode, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page
 
-from engram_lab.lab.report_html import html_report
-from engram_lab.lab.store import open_store
-from engram_lab.lab.theme import PALETTES
+from engram_lab.lab.draw.theme import PALETTES
+from engram_lab.lab.sessions import open_store
+from engram_lab.lab.sessions.report import html_report
 from engram_lab.models.handle import Handle
 from engram_lab.probes import logit_lens
 from engram_lab.probes.logit_lens import LensConfig

@@ -9,8 +9,8 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from playwright.sync_api import Page, expect
 
-from engram_lab.lab import labels
-from engram_lab.lab.theme import PALETTES
+from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.theme import PALETTES
 from engram_lab.models.handle import open_model
 from engram_lab.probes import rows
 from engram_lab.probes.rows import RowsConfig

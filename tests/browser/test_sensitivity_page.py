@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
-from engram_lab.lab.texts import items_of
+from engram_lab.lab.ask.texts import items_of
 from engram_lab.models.handle import open_model
 from engram_lab.probes import sensitivity
 from engram_lab.probes.base import Report

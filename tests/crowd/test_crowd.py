@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engram_lab.lab import texts
+from engram_lab.lab.ask import texts
 from tests.crowd.visitor import PATIENCE, Visitor, serving
 from tests.full import FULL
 

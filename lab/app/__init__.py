@@ -1,0 +1,1 @@
+"""What the app needs from Streamlit and is no page."""

@@ -1,0 +1,261 @@
+"""What several pages share: the prompt box, tokens, text sets, the protocol under a chart, exports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+import streamlit as st
+
+from engram_lab.lab.app import keeping, reopened
+from engram_lab.lab.ask import texts
+from engram_lab.lab.draw import labels
+from engram_lab.lab.fronts import entry, export
+from engram_lab.models.errors import DataError
+from engram_lab.models.handle import Handle
+from engram_lab.probes.base import Report
+
+OWN = "your own"
+_MANY = 10**9
+
+
+def keep_within(key: str, options: Sequence[Any], otherwise: Any) -> None:
+    """Replace a choice that the present request does not offer any more."""
+    if key in st.session_state and st.session_state[key] not in options:
+        st.session_state[key] = otherwise
+
+
+def mode_switch() -> str:
+    """One prompt or a text set: texts.ONE or texts.SET, the same on all pages that have both."""
+    chosen: str = st.segmented_control(
+        "Mode",
+        [texts.ONE, texts.SET],
+        default=texts.ONE,
+        required=True,
+        label_visibility="collapsed",
+        key="mode",
+        bind="query-params",
+    )
+    return chosen
+
+
+def _use_example() -> None:
+    for example in texts.examples():
+        if example["title"] == st.session_state["example"]:
+            st.session_state["prompt"] = example["prompt"]
+            _look_at_the_end()
+
+
+def _look_at_the_end() -> None:
+    """For another prompt, inspect its last position again and show the map from its start."""
+    st.session_state.update({"pos": -1, "from": 0})
+
+
+def prompt_box(beside: Callable[[], None] | None = None) -> str:
+    """The prompt, with our examples to pick from; the same on all pages. `beside` draws more widgets at its right."""
+    examples = texts.examples()
+    titles = {example["prompt"]: example["title"] for example in examples}
+    current = st.session_state.get("prompt", st.query_params.get("prompt", examples[0]["prompt"]))
+    st.session_state["example"] = titles.get(current, OWN)
+    left, right = st.columns([3, 2])
+    with right:
+        st.selectbox("Example", [*titles.values(), OWN], key="example", on_change=_use_example)
+        if beside is not None:
+            beside()
+    with left:
+        prompt: str = st.text_area(
+            "Prompt", examples[0]["prompt"], height=124, key="prompt", bind="query-params",
+            on_change=_look_at_the_end, help="Ctrl+Enter runs it, and so does leaving the box.",
+        )  # fmt: skip
+    why = next((example["why"] for example in examples if example["prompt"] == prompt), None)
+    if why:
+        st.caption(labels.markdown(why))
+    return prompt
+
+
+def tokens_of(handle: Handle, prompt: str) -> list[labels.Token]:
+    """The tokens that a model gets for a prompt."""
+    ids = handle.encode(prompt)
+    pieces = handle.pieces(ids)
+    return [labels.Token(i, piece, handle.is_special(i)) for i, piece in zip(ids, pieces, strict=True)]
+
+
+def show_tokens(opened: Sequence[Handle], prompt: str) -> None:
+    """The tokens of the prompt as chips, once for models that agree."""
+    found: list[tuple[list[labels.Token], list[Handle]]] = []
+    for handle in opened:
+        tokens = tokens_of(handle, prompt)
+        same = next((handles for known, handles in found if known == tokens), None)
+        if same is None:
+            found.append((tokens, [handle]))
+        elif handle not in same:
+            same.append(handle)
+    for tokens, handles in found:
+        st.html(labels.chips(tokens))
+        whose = " and ".join(labels.markdown(h.name) for h in handles)
+        exact = "" if labels.gives_back(tokens, prompt) else "; this tokenizer changes the text"
+        st.caption(f"{len(tokens)} tokens for {whose}, each with its id (hover for its bytes){exact}")
+
+
+def namer(handle: Handle) -> Callable[[int], str]:
+    """Token id -> visible label, for one model."""
+    return lambda token_id: labels.label(handle.pieces([token_id], whole=False)[0])
+
+
+LARGEST_UPLOAD = 4  # MB; of a text set and the like
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file that the user brought."""
+
+    name: str
+    data: bytes
+
+
+def upload(label: str, key: str, on_change: Callable[[], None] | None = None, **options: Any) -> Upload | None:
+    """A file that the user brought, now or before the page was left, or that came with a reopened run."""
+    options.setdefault("max_upload_size", LARGEST_UPLOAD)
+    st.file_uploader(label, key=key, on_change=_uploaded, args=(key, on_change), **options)
+    kept: tuple[str, bytes] | None = st.session_state.get(f"kept.{key}")
+    if kept is None:
+        return None
+    reopened.state().files[key] = kept
+    if st.session_state.get(key) is None:
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.caption(f"{labels.markdown(kept[0])}, {len(kept[1]):,} bytes, is in use.")
+            st.button("Remove", key=f"drop_{key}", icon=":material/close:", on_click=_drop, args=(key, on_change))
+    return _small(*kept)
+
+
+def _uploaded(key: str, on_change: Callable[[], None] | None) -> None:
+    """Keep what was brought, as the uploader itself forgets it when the page is left."""
+    file = st.session_state[key]
+    if file is None:
+        _drop(key, on_change)
+        return
+    st.session_state[f"kept.{key}"] = (file.name, file.getvalue())
+    if on_change is not None:
+        on_change()
+
+
+def _small(name: str, data: bytes) -> Upload:
+    """The upload; DataError for one that is too large, which else only the browser refuses."""
+    if len(data) > LARGEST_UPLOAD << 20:
+        raise DataError(f"{name} has {len(data) / 2**20:.1f} MB: bring one of at most {LARGEST_UPLOAD} MB.")
+    return Upload(name, data)
+
+
+def _drop(key: str, on_change: Callable[[], None] | None) -> None:
+    st.session_state.pop(f"kept.{key}", None)
+    if on_change is not None:
+        on_change()
+
+
+def upload_many(label: str, key: str, most: int = 8, **options: Any) -> list[Upload]:
+    """Several files, as `upload` has one; LabError for more than `most`."""
+    options.setdefault("max_upload_size", LARGEST_UPLOAD)
+    st.file_uploader(label, key=key, accept_multiple_files=True, on_change=_uploaded_many, args=(key,), **options)
+    names = [name for name in (f"{key}.{n}" for n in range(most + 1)) if f"kept.{name}" in st.session_state]
+    kept = {name: st.session_state[f"kept.{name}"] for name in names}
+    if len(kept) > most:
+        raise DataError(f"These are more than {most} files: take some away.")
+    reopened.state().files |= kept
+    if kept and not st.session_state.get(key):
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.caption(f"{labels.markdown(', '.join(name for name, _ in kept.values()))}: in use.")
+            st.button("Remove", key=f"drop_{key}", icon=":material/close:", on_click=_drop_many, args=(key,))
+    return [_small(*file) for file in kept.values()]
+
+
+def _uploaded_many(key: str) -> None:
+    _drop_many(key)
+    for n, file in enumerate(st.session_state[key]):
+        st.session_state[f"kept.{key}.{n}"] = (file.name, file.getvalue())
+
+
+def _drop_many(key: str) -> None:
+    for name in [name for name in st.session_state if str(name).startswith(f"kept.{key}.")]:
+        del st.session_state[name]
+
+
+def _take_all_texts() -> None:
+    """For another file, use all of it; what is too many is cut down to what there is."""
+    st.session_state["texts"] = _MANY
+
+
+def text_set(default: Sequence[str], label: str = "without a file, the sentences that we wrote") -> tuple[str, ...]:
+    """A text set: an upload or `default`, the first so many of it."""
+    left, right = st.columns([3, 1])
+    with left:
+        file = upload(f"Your own texts (UTF-8, one on each line); {label}", "file", _take_all_texts)
+    lines = tuple(default) if file is None else texts.lines_of(file.data, file.name)
+    if st.session_state.get("texts", 0) > len(lines):
+        st.session_state["texts"] = len(lines)
+    n = right.number_input(
+        "Texts", 1, len(lines), len(lines), key="texts", bind="query-params", help="The first so many."
+    )
+    return lines[: int(n)]
+
+
+def resampling() -> tuple[int, int]:
+    """(seed, number of resamples) of the bootstrap, in two columns of the present container."""
+    a, b = st.columns(2)
+    bootstrap = a.number_input(
+        "Resamples", 100, 10_000, 1000, 100, key="bootstrap", bind="query-params",
+        help="Of the texts, with replacement, for the 95 % intervals.",
+    )  # fmt: skip
+    seed = b.number_input("Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", help="Of all that is drawn.")
+    return int(seed), int(bootstrap)
+
+
+def how(report: Report, formula: str, meaning: str) -> None:
+    """The formula and the protocol, folded away under a chart."""
+    with st.expander("How this is computed, and with what"):
+        st.latex(entry.rows(formula))
+        st.markdown(meaning)
+        protocol = report.protocol.to_dict()
+        st.dataframe(pd.DataFrame(protocol["models"]), hide_index=True)
+        versions = ", ".join(f"{name} {version}" for name, version in protocol["versions"].items())
+        st.caption(labels.markdown(f"seed {protocol['seed']}; {versions}"))
+
+
+def exports(
+    report: Report,
+    drawn: Mapping[str, go.Figure],
+    attachments: Callable[[], Mapping[str, bytes]] | None = None,
+) -> None:
+    """Keep the run in a session; files made when they are asked for, and the request to run elsewhere.
+
+    `attachments` gives files that are kept with the run, by name.
+    """
+    keeping.keep(report, attachments)
+    st.subheader("Take it with you")
+    probe, reason = report.probe, export.no_png()
+    with st.container(horizontal=True):
+        # A function as data: made at the click, so that an unchanged page stays fast.
+        st.download_button(
+            "CSV", partial(export.csv_text, report), f"{probe}.csv", "text/csv", key="csv", on_click="ignore",
+            icon=":material/table:",
+        )  # fmt: skip
+        st.download_button(
+            "JSON", report.to_json, f"{probe}.json", "application/json", key="json",
+            on_click="ignore", icon=":material/data_object:",
+        )  # fmt: skip
+        for name, figure in drawn.items():
+            st.download_button(
+                f"PNG, {name}", partial(export.png, figure), f"{probe}-{name}.png", "image/png", key=f"png_{name}",
+                on_click="ignore", icon=":material/image:", disabled=reason is not None, help=reason,
+            )  # fmt: skip
+        for name, text in export.files(probe, report.config).items():
+            st.download_button(
+                name, text, name, "text/plain", key=f"file_{name}", on_click="ignore", icon=":material/description:",
+                help="What the command or the program below reads.",
+            )  # fmt: skip
+    command, program = st.tabs(["Command line", "Python"])
+    command.code(export.command_line(probe, report.config), language="bash")
+    program.code(export.python(probe, report.config), language="python")

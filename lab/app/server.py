@@ -1,0 +1,181 @@
+"""Starts the app: Streamlit in this process, with the lab's options, and the shipped models opened beforehand."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import uvicorn
+
+from engram_lab.lab.app.access import Guard
+from engram_lab.models.errors import LabError
+
+APP = Path(__file__).with_name("entry.py")
+DEFAULT_PORT = 8501
+UPLOAD_MB = 64  # the server's limit, for an exported session; each uploader sets its own below it
+WIDGETS_MB, CHARTS_MB = 8, 64  # what a browser sends at once, and gets at once
+PING_SECONDS = 30
+DRAIN_SECONDS, END_SECONDS = 1, 3  # after Ctrl-C: for answers under way, and until the process ends in any case
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may use the app; see lab.app.access.Guard."""
+
+    password: bytes | None = None
+    login_header: str | None = None
+    names: tuple[str, ...] = ()
+
+
+def main(
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    access: Access | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> NoReturn:
+    """Serve the app until it is interrupted, which ends the process; prints the address once it answers.
+
+    `settings` are those of lab.app.open_models.configure. Raises LabError where they or the address cannot be used.
+    """
+    access = access or Access()
+    listener = _listen(host, port)
+    port = listener.getsockname()[1]
+    if not access.password and not access.login_header and not _is_local(listener):
+        print(
+            f"Warning: whoever can reach {host}:{port} can use this app without a login, so run models on this "
+            "machine, open model files on it by their path, and read, change and delete the kept sessions. Start it "
+            "with --password-file FILE, or behind a proxy that logs users in with --login-header NAME.",
+            file=sys.stderr,
+        )
+    print("Engram Lab is starting …", file=sys.stderr, flush=True)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns at every fork
+
+    from streamlit.starlette import App
+    from streamlit.web import bootstrap
+
+    import engram_lab.lab.app.runner  # noqa: F401 - all that is slow to import, before the address is given out
+    from engram_lab.lab.app import open_models
+    from engram_lab.lab.draw.theme import streamlit_options
+
+    open_models.configure(**(settings or {}))
+    options = {
+        "server.address": host,
+        "server.port": port,
+        "server.headless": True,
+        "server.fileWatcherType": "none",  # it would walk through torch's lazy modules
+        "server.maxUploadSize": UPLOAD_MB,
+        "server.maxMessageSize": CHARTS_MB,
+        "server.maxWidgetStateSize": WIDGETS_MB,
+        "server.enableCORS": True,  # Streamlit's own checks of where a request comes from, whatever a user's
+        "server.enableXsrfProtection": True,  # configuration of Streamlit says
+        "browser.gatherUsageStats": False,
+        "runner.magicEnabled": False,
+        "global.disableWidgetStateDuplicationWarning": True,  # a callback's value is meant to win over a default
+        "client.toolbarMode": "minimal",
+        "client.showErrorDetails": "none",
+        "logger.hideWelcomeMessage": True,
+        **streamlit_options(),
+    }
+    _take_save_off_objects()
+    bootstrap.load_config_options(options)
+    guarded = Guard(App(APP), (host, *access.names), access.password, access.login_header)
+    server = _Server(
+        uvicorn.Config(
+            guarded,
+            host=host,
+            port=port,
+            ws="websockets-sansio",
+            ws_max_size=WIDGETS_MB * 10**6,
+            ws_ping_interval=PING_SECONDS,
+            ws_ping_timeout=PING_SECONDS,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+            access_log=False,
+            log_level="warning",
+        )
+    )
+    threading.Thread(target=_prepare, args=(server, _shown(host), port), daemon=True).start()
+    server.run(sockets=[listener])
+    sys.stdout.flush()
+    # Python would take seconds to take everything apart, and nothing here still waits to be written.
+    os._exit(0)
+
+
+class _Server(uvicorn.Server):
+    """Ends soon after Ctrl-C or SIGTERM, whatever is still being computed or sent."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; at once if asked a second time."""
+        if self.should_exit:
+            os._exit(0)
+        self.should_exit = True
+        last = threading.Timer(END_SECONDS, os._exit, (0,))
+        last.daemon = True
+        last.start()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, which is then this process's own."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            if os.name == "posix":
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # "::" is IPv4's addresses too
+            listener.bind((address[0], port, *address[2:]))  # getaddrinfo makes 4464 of 70000
+        except BaseException:
+            listener.close()
+            raise
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LabError(
+            f"The app cannot listen on {host}:{port} ({reason}); choose another address with --host and --port."
+        ) from error
+    return listener
+
+
+def _is_local(listener: socket.socket) -> bool:
+    """Whether only this machine can connect."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def _shown(host: str) -> str:
+    """The host in an address for a browser on this machine."""
+    if host in ("127.0.0.1", "0.0.0.0", "::", ""):
+        return "localhost"
+    return f"[{host}]" if ":" in host else host
+
+
+def _take_save_off_objects() -> None:
+    """Undo what nnsight does to every object of the process: anyio refuses to define classes with a `save`."""
+    from nnsight._c import unmount
+
+    if unmount is not None and hasattr(object, "save"):
+        unmount("save")
+
+
+def _prepare(server: uvicorn.Server, shown: str, port: int) -> None:
+    """Once the server answers, open the shipped models, so that no first chart waits for them; then say where it is.
+
+    Not before: two threads that import the same packages at once can meet half an import.
+    """
+    from engram_lab.lab.app import runner
+
+    while not server.started:
+        time.sleep(0.05)
+    for name in ("streamlit.runtime.caching", "streamlit.runtime.scriptrunner_utils.script_run_context"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # "missing ScriptRunContext": here there is none
+    runner.warm_up()
+    print(f"Engram Lab runs at http://{shown}:{port} (Ctrl-C stops it)", flush=True)

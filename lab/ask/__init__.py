@@ -1,0 +1,1 @@
+"""A request: flags, widgets, files and texts."""

@@ -1,0 +1,104 @@
+"""Options that probes share on the command line, and how they are written back as one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+TEXTS_FILE = "texts.txt"  # where an exported command reads its text set
+
+
+def add_models(parser: argparse.ArgumentParser, against: Literal["no", "optional", "required"] = "no") -> None:
+    """--model, --against if the probe compares, and how models are opened."""
+    parser.add_argument("--model", required=True, help="shipped name, folder, hub id or .gguf file")
+    if against != "no":
+        parser.add_argument("--against", required=against == "required", help="a second model to compare with")
+    parser.add_argument("--device", help="cpu or cuda (default: the best there is)")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that a checkpoint brings")
+
+
+def add_prompts(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """--prompt, or a file of prompts."""
+    prompts = parser.add_mutually_exclusive_group(required=required)
+    prompts.add_argument("--prompt", action="append", help="a prompt; may be repeated")
+    prompts.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='a text set: UTF-8, one prompt a line, or .jsonl with "prompt"'
+    )
+
+
+def add_resampling(parser: argparse.ArgumentParser) -> None:
+    """--seed and --bootstrap."""
+    parser.add_argument("--seed", type=int, default=0, help="seed of all that is drawn (default %(default)s)")
+    parser.add_argument("--bootstrap", type=int, default=1000, help="resamples for the intervals (default %(default)s)")
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Where the report goes."""
+    parser.add_argument("--json", metavar="FILE", help="the report; - is stdout, and the default if no file is named")
+    parser.add_argument("--csv", metavar="FILE", help="tidy rows; - is stdout")
+    parser.add_argument("--png", metavar="FILE", help="the figure; needs Chrome or Chromium")
+    parser.add_argument("--save", dest="session", metavar="NAME", help="keep the run in the session of this name")
+    parser.add_argument("--note", metavar="MARKDOWN", help="with --save: the note of the session")
+    parser.add_argument("--tag", metavar="TAG", action="append", help="with --save: a tag; may be repeated")
+    add_store(parser)
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    """--store."""
+    parser.add_argument("--store", metavar="URL", help="where sessions are kept (default: a file of this user)")
+
+
+def names(args: argparse.Namespace) -> tuple[str, ...]:
+    """The models that were asked for."""
+    return tuple(name for name in (args.model, getattr(args, "against", None)) if name is not None)
+
+
+def read_prompts(args: argparse.Namespace) -> tuple[tuple[str, ...], bool]:
+    """(prompts, whether they are to be told one by one): a file is a text set, told in means."""
+    if args.prompts is None:
+        return tuple(args.prompt), True
+    return read_texts(args.prompts), False
+
+
+def read_texts(path: Path) -> tuple[str, ...]:
+    """The texts of a file, one a line, or of the "prompt" of each line of a .jsonl; DataError if it has none."""
+    from engram_lab.lab.ask.texts import lines_of
+    from engram_lab.models.errors import DataError
+
+    lines = lines_of(path.read_bytes(), str(path))
+    if path.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for n, line in enumerate(lines, 1):
+        try:
+            prompts.append(json.loads(line)["prompt"])
+        except (ValueError, TypeError, KeyError):
+            raise DataError(f'{path} has no JSON object with a "prompt" as its text {n}.') from None
+        if not isinstance(prompts[-1], str):
+            raise DataError(f"{path} has a prompt that is no text as its text {n}.")
+    return tuple(prompts)
+
+
+def flag(name: str, value: Any) -> str:
+    """One option as a shell reads it back, whatever the value holds."""
+    return f"--{name}={shlex.quote(str(value))}"
+
+
+def model_flags(models: Sequence[str]) -> list[str]:
+    """--model and --against."""
+    return [flag("model", models[0]), *(flag("against", name) for name in models[1:])]
+
+
+def prompt_flags(prompts: Sequence[str], detail: bool) -> list[str]:
+    """--prompt for each, or the file that holds a text set."""
+    return [flag("prompt", prompt) for prompt in prompts] if detail else [flag("prompts", TEXTS_FILE)]
+
+
+def texts_file(prompts: Sequence[str], detail: bool) -> dict[str, str]:
+    """The text set as the file that `prompt_flags` names; empty where the prompts are in the command itself."""
+    return {} if detail else {TEXTS_FILE: "\n".join(prompts) + "\n"}

@@ -1,0 +1,75 @@
+"""The prompts and text sets that the pages start with, and how a user's own are read."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engram_lab.probes.sensitivity import Item, TextSet
+
+TEXTS = Path(__file__).resolve().parents[2] / "assets" / "texts"
+HELD_OUT = "held_out.txt"
+ONE, SET = "one prompt", "text set"  # the modes of the lens page, as they stand in the URL
+
+
+@cache
+def examples() -> list[dict[str, str]]:
+    """Our prompts: title, prompt, and why it is worth a look."""
+    found: list[dict[str, str]] = json.loads((TEXTS / "prompts.json").read_text(encoding="utf-8"))
+    return found
+
+
+@cache
+def held_out() -> tuple[str, ...]:
+    """The sentences that we wrote and no model of ours was trained on."""
+    return lines_of((TEXTS / HELD_OUT).read_bytes(), HELD_OUT)
+
+
+def lines_of(raw: bytes, name: str) -> tuple[str, ...]:
+    """The texts of a file, one a line, blank lines left out; DataError if it is not UTF-8 or holds none."""
+    from engram_lab.models.errors import (
+        DataError,  # brings torch with it, which the command line's --help need not wait for
+    )
+
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name} is not UTF-8 text (byte {error.start}): save it as UTF-8.") from error
+    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not lines:
+        raise DataError(f"{name} holds no text: put one text on each line.")
+    return lines
+
+
+def items_of(raw: bytes, name: str) -> tuple[Item, ...]:
+    """Items of a .jsonl with "prompt", "answer" and maybe "context", or whole texts, one a line. Raises DataError."""
+    from engram_lab.models.errors import DataError
+    from engram_lab.probes.sensitivity import Item
+
+    lines = lines_of(raw, name)
+    if not name.endswith(".jsonl"):
+        return tuple(Item(line) for line in lines)
+    items = []
+    for n, line in enumerate(lines, 1):
+        try:
+            stored = json.loads(line)
+            parts = [stored.get("context", ""), stored["prompt"], stored["answer"]]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            parts = [None]
+        if not all(isinstance(part, str) for part in parts):
+            raise DataError(f'{name} has no JSON object with the texts "prompt" and "answer" as its item {n}.')
+        context, prompt, answer = (str(part) for part in parts)
+        items.append(Item(f"{context} {prompt}".strip(), answer if answer[:1].isspace() else f" {answer}"))
+    return tuple(items)
+
+
+@cache
+def shipped_sets() -> tuple[TextSet, ...]:
+    """Facts to complete from memory, answers to read from the text before, and whole sentences; all written by us."""
+    from engram_lab.probes.sensitivity import TextSet
+
+    files = {"facts": "facts.jsonl", "reading": "reading.jsonl", "sentences": HELD_OUT}
+    return tuple(TextSet(name, items_of((TEXTS / file).read_bytes(), file)) for name, file in files.items())

@@ -1,0 +1,61 @@
+"""The reference of every probe: what it asks, its formula, symbols, sources, controls and limits, and its command.
+
+One source for the Reference page and for what stands under a chart of any page: `shown` gives a page its formula and
+text. A probe without a text of its own there is explained by its module's DEFINITIONS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from functools import partial
+
+from engram_lab.lab.ask import flags
+from engram_lab.lab.draw import labels
+from engram_lab.lab.fronts import FRONTS, front
+from engram_lab.lab.fronts.entry import Entry
+from engram_lab.lab.fronts.reference_cache import CACHE
+from engram_lab.lab.fronts.reference_facts import FACTS
+from engram_lab.lab.fronts.reference_layers import LAYERS
+from engram_lab.probes import PROBES
+
+ENTRIES: dict[str, Entry] = {name: (LAYERS | CACHE | FACTS)[name] for name in FRONTS}
+
+
+def definitions(probe: str) -> dict[str, str]:
+    """What each figure of a result is, as its module says: name -> text."""
+    found: dict[str, str] = importlib.import_module(PROBES[probe]).DEFINITIONS
+    return found
+
+
+def defined(probe: str) -> str:
+    """`definitions` as a Markdown list."""
+    return "\n".join(f"- **{name}**: {labels.markdown(text)}" for name, text in definitions(probe).items())
+
+
+def shown(probe: str) -> tuple[str, str]:
+    """(formula in LaTeX, Markdown) for the expander under a chart of this probe."""
+    entry = ENTRIES[probe]
+    meaning = entry.meaning.strip() or defined(probe)
+    return (
+        entry.formula,
+        f"{meaning}\n\n**It does not show** {entry.not_shown}\n\n**Source**: {'; '.join(entry.sources)}.",
+    )
+
+
+def usage(probe: str) -> str:
+    """What `engram-lab probe NAME --help` says."""
+    parser = argparse.ArgumentParser(
+        prog=f"engram-lab probe {probe}",
+        description=front(probe).HELP,
+        formatter_class=partial(argparse.HelpFormatter, width=110, max_help_position=32),
+        add_help=False,
+    )
+    front(probe).add_arguments(parser)
+    flags.add_outputs(parser)
+    return parser.format_help()
+
+
+def command(probe: str) -> str:
+    """The command of `Entry.example`."""
+    return f"engram-lab probe {probe} {ENTRIES[probe].example}"

@@ -1,9 +1,0 @@
-"""What Alembic runs: the revisions, in the transaction that lab.store.engine has begun."""
-
-from alembic import context
-
-from engram_lab.lab.store.schema import Base
-
-context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata)
-with context.begin_transaction():
-    context.run_migrations()

@@ -1,0 +1,1 @@
+"""A probe over a grid of settings."""

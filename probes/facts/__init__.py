@@ -1,0 +1,1 @@
+"""Probes of a user's facts, written into rows."""
