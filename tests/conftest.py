@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 
+from tests.children import hear_signals
+
+hear_signals()
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["ENGRAM_LAB_CACHE"] = os.path.join(tempfile.gettempdir(), "engram-lab-no-cache")
 os.environ.pop("ENGRAM_LAB_STORE", None)
