@@ -5,7 +5,6 @@ All of it is in the browser's session; models and reports are shared, and never 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from engram_lab.lab.ask import facts as facts_files
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Fact, Overlay
-from engram_lab.probes import PROBES
+from engram_lab.probes import PROBES, running
 from engram_lab.probes.facts.addresses import address_groups
 from engram_lab.probes.facts.check import CheckConfig
 from engram_lab.probes.facts.sets import StatedFact
@@ -119,5 +118,5 @@ def take_up(handle: Handle, known: dict[str, User]) -> None:
             user.asked[handle.fingerprint], user.kept = config, overlay
         else:
             facts = (name for name in PROBES if name.startswith("facts "))
-            (probe,) = (name for name in facts if importlib.import_module(PROBES[name]).CONFIG is type(config))
+            (probe,) = (name for name in facts if running.module_of(name).CONFIG is type(config))
             st.session_state.setdefault("facts_sets", {})[probe] = config

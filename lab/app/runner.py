@@ -6,7 +6,6 @@ Models and results are shared by all sessions: whatever runs a model waits for i
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import threading
 import time
@@ -23,7 +22,7 @@ from engram_lab.lab.app.open_models import OpenModels
 from engram_lab.lab.draw import theme
 from engram_lab.models.errors import LabError, UnknownModelError
 from engram_lab.models.handle import Handle, list_models
-from engram_lab.probes import PROBES, logit_lens
+from engram_lab.probes import logit_lens, running
 from engram_lab.probes.base import Record, Report
 from engram_lab.probes.logit_lens import LensConfig
 
@@ -207,8 +206,7 @@ def request_key(probe: str, config: Record, opened: Sequence[Handle]) -> str:
     A probe that reads more than that from disk says what by `depends(handles, config)`.
     """
     models = [(h.fingerprint, str(h.dtype), str(h.device)) for h in opened]
-    depends = getattr(importlib.import_module(PROBES[probe]), "depends", None)
-    more = depends(opened, config) if depends else []
+    more = running.depends(probe, opened, config)
     request = json.dumps([probe, config.to_dict(), models, more], sort_keys=True)
     return hashlib.sha256(request.encode()).hexdigest()
 
@@ -239,11 +237,9 @@ def _run(key: str, probe: str, config: Any, opened: Sequence[Handle]) -> Report 
     with line().turn(opened, bar.waiting):
         report = results().get(key)  # another session may have asked for the same
         if report is None:
-            module = importlib.import_module(PROBES[probe])
-            began = time.monotonic()
             with shortage.told(f"The probe {probe}", opened, config):
-                report = module.run(opened, config, bar.progress)
-            results().put(key, report, time.monotonic() - began)
+                report, took = running.compute(probe, opened, config, bar.progress)
+            results().put(key, report, took)
     bar.clear()
     return report
 

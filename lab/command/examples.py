@@ -6,9 +6,7 @@ On the CPU in float32 with one thread, so that the bits do not hang on the numbe
 from __future__ import annotations
 
 import argparse
-import importlib
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -126,11 +124,10 @@ def _computed(handles: dict[str, Handle], probe: str, config: Any, progress: Pro
     """A run with what is kept beside it."""
     from engram_lab.lab.fronts import front
     from engram_lab.lab.sessions import NewRun, environment
-    from engram_lab.probes import PROBES
+    from engram_lab.probes.running import compute
 
-    shown, began = front(probe), time.perf_counter()
-    report = importlib.import_module(PROBES[probe]).run([handles[name] for name in config.models], config, progress)
-    seconds = time.perf_counter() - began
+    shown = front(probe)
+    report, seconds = compute(probe, [handles[name] for name in config.models], config, progress)
     settled = getattr(shown, "settled", lambda report: report.config)  # with what the probe chose by itself
     return NewRun(report, datetime.now(UTC), seconds, shown.view(settled(report)).to_dict(), {}, environment())
 

@@ -13,7 +13,6 @@ import io
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -109,9 +108,9 @@ def run_probe(args: argparse.Namespace) -> int:
     """Any probe, its report written where it was asked for."""
     from engram_lab.lab.fronts import export
     from engram_lab.models.handle import open_model
-    from engram_lab.probes import PROBES
+    from engram_lab.probes import running
 
-    module, shown = importlib.import_module(PROBES[args.probe]), front(args.probe)
+    shown = front(args.probe)
     config = shown.config(args)
     options = {"device": args.device, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     if args.session is not None:
@@ -120,9 +119,7 @@ def run_probe(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr), progress_line() as progress:
         opened = {name: open_model(name, **options) for name in dict.fromkeys(config.models)}
         handles = [opened[name] for name in config.models]
-        began = time.perf_counter()
-        report = module.run(handles, config, progress)
-        seconds = time.perf_counter() - began
+        report, seconds = running.compute(args.probe, handles, config, progress)
     if args.session is not None:
         save(args, report, seconds)
     if args.csv:

@@ -7,7 +7,6 @@ text. A probe without a text of its own there is explained by its module's DEFIN
 from __future__ import annotations
 
 import argparse
-import importlib
 from functools import partial
 
 from engram_lab.lab.ask import flags
@@ -17,14 +16,14 @@ from engram_lab.lab.fronts.entry import Entry
 from engram_lab.lab.fronts.reference_cache import CACHE
 from engram_lab.lab.fronts.reference_facts import FACTS
 from engram_lab.lab.fronts.reference_layers import LAYERS
-from engram_lab.probes import PROBES
+from engram_lab.probes import running
 
 ENTRIES: dict[str, Entry] = {name: (LAYERS | CACHE | FACTS)[name] for name in FRONTS}
 
 
 def definitions(probe: str) -> dict[str, str]:
     """What each figure of a result is, as its module says: name -> text."""
-    found: dict[str, str] = importlib.import_module(PROBES[probe]).DEFINITIONS
+    found: dict[str, str] = running.module_of(probe).DEFINITIONS
     return found
 
 

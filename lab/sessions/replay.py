@@ -7,9 +7,7 @@ then, and each probe gets its kept request. No code that a checkpoint brings is 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +19,7 @@ from engram_lab.lab.sessions.compare import TOLERANCE, fields, verdict
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle, open_model
 from engram_lab.models.loading import choose_device, first_line
-from engram_lab.probes import PROBES
+from engram_lab.probes import running
 from engram_lab.probes.base import Progress, Report, versions
 
 MOST_THREADS = 256  # that a file may ask for
@@ -101,9 +99,8 @@ class Replayer:
         torch.set_num_threads(_threads(kept) or self._threads)
         try:
             handles = self._open(report)
-            began = time.perf_counter()
-            again = importlib.import_module(PROBES[report.probe]).run(handles, report.config, progress)
-            told = dataclasses.replace(told, seconds=time.perf_counter() - began)
+            again, seconds = running.compute(report.probe, handles, report.config, progress)
+            told = dataclasses.replace(told, seconds=seconds)
         except Exception as error:  # a file from elsewhere may ask for anything
             why = str(error) if isinstance(error, LabError) else f"{type(error).__name__}: {first_line(error)}"
             return dataclasses.replace(told, wrong=(why,), causes=_surroundings(kept, None))

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.sessions import environment
 from engram_lab.lab.sweep.grid import ModelKey, Sweep
-from engram_lab.lab.sweep.run import Job, Ledger, OpenModels, Outcome, compute, identity, sentence
+from engram_lab.lab.sweep.run import Job, Ledger, OpenModels, Outcome, identity, sentence
 from engram_lab.models.errors import Cancelled, LabError
 from engram_lab.models.loading import first_line
+from engram_lab.probes import running
 from engram_lab.probes.base import Report
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def answer(ticket: str, probe: str, keys: Sequence[ModelKey], config: Any, threa
             torch.set_num_threads(threads)
             handles = _handles(ticket, keys)
             _, depends = identity(handles, probe, config)
-            report, seconds = compute(handles, probe, config, progress)
+            report, seconds = running.compute(probe, handles, config, progress)
             return Answer(report.to_json(), seconds, tuple(depends), environment(), where=where)
         except Exception as error:  # of the model's own code too: it is told, and the others run
             return Answer(error=sentence(error), where=where)

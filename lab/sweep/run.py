@@ -7,9 +7,7 @@ holds the fingerprints of the weights, so that a changed model is computed again
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,7 @@ from engram_lab.lab.sweep.grid import Cell, ModelKey, Sweep
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle, open_model
 from engram_lab.models.loading import first_line
-from engram_lab.probes import PROBES
+from engram_lab.probes import running
 from engram_lab.probes.base import ModelProtocol, Progress, Protocol, Report
 
 KEPT_MODELS = 3  # open at a time, or as many as one cell needs
@@ -159,16 +157,8 @@ class OpenModels:
 
 def identity(handles: Sequence[Handle], probe: str, config: Any) -> tuple[tuple[ModelProtocol, ...], list[str]]:
     """What a request's result depends on beside the request: the models, and what else the probe reads from disk."""
-    depends = getattr(importlib.import_module(PROBES[probe]), "depends", None)
-    more = depends(handles, config) if depends else []
+    more = running.depends(probe, handles, config)
     return Protocol.of(handles, [[] for _ in handles], 0).models, more if any(more) else []
-
-
-def compute(handles: Sequence[Handle], probe: str, config: Any, progress: Progress | None) -> tuple[Report, float]:
-    """The report of a request, and the seconds it took."""
-    began = time.perf_counter()
-    report = importlib.import_module(PROBES[probe]).run(list(handles), config, progress)
-    return report, time.perf_counter() - began
 
 
 def sentence(error: BaseException) -> str:
@@ -188,7 +178,7 @@ def run_here(sweep: Sweep, jobs: Sequence[Job], ledger: Ledger, progress: Progre
                 models, depends = identity(handles, sweep.probe, job.config)
                 run = ledger.finished(job, models, depends)
                 if run is None:
-                    report, seconds = compute(handles, sweep.probe, job.config, progress)
+                    report, seconds = running.compute(sweep.probe, handles, job.config, progress)
             except Exception as error:  # of the model's own code too: it is told, and the others run
                 yield Outcome(job, error=sentence(error))
                 continue
