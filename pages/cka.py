@@ -8,6 +8,7 @@ import streamlit as st
 
 from engram_lab.lab.app import page, runner
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import narrow
 from engram_lab.lab.fronts import cka_figures, lens_figures, reference
 from engram_lab.lab.fronts.cka import shipped
 from engram_lab.models.errors import LabError
@@ -159,11 +160,11 @@ def deeper(report: Report, drawn: dict[str, go.Figure]) -> None:
         lens = None
     st.markdown(f"**{labels.markdown(cka_figures.deeper(report, lens))}**")
     same = report.result.lead is not None
-    drawn["lead"] = cka_figures.narrow((cka_figures.lead_curve if same else cka_figures.alignment_curve)(report, mode))
+    drawn["lead"] = narrow((cka_figures.lead_curve if same else cka_figures.alignment_curve)(report, mode))
     with st.container(horizontal=True):
         if lens is not None:
             memory = {h.name: h.engram_layers for h in runner.handles(names)}
-            drawn["lens"] = cka_figures.narrow(lens_figures.lens_curves(lens, mode, memory))
+            drawn["lens"] = narrow(lens_figures.lens_curves(lens, mode, memory))
             st.plotly_chart(drawn["lens"], theme=None, width=HALF, key="lens_curves", config={"displayModeBar": False})
         st.plotly_chart(drawn["lead"], theme=None, width=HALF, key="lead", config={"displayModeBar": False})
     st.caption(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask.texts import HELD_OUT, TEXTS, lines_of
+from engram_lab.lab.draw.tables import interval_of, markdown
 
 if TYPE_CHECKING:
     from engram_lab.probes.base import Report
@@ -31,21 +32,6 @@ def cards() -> dict[str, dict[str, Any]]:
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
-def interval(value: float | None, low: float | None, high: float | None, digits: int = 2) -> str:
-    """A mean with its 95 % interval, as it stands in the tables."""
-    if value is None:
-        return ""
-    if low is None or high is None:
-        return f"{value:.{digits}f}"
-    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def training_table(found: dict[str, dict[str, Any]]) -> str:
     """Parameters, tokens and held-out loss of the models."""
     figures = {
@@ -57,7 +43,7 @@ def training_table(found: dict[str, dict[str, Any]]) -> str:
         "held-out tokens": lambda c: f"{c['held_out_tokens']:,}",
     }
     rows = [[title, *(show(card) for card in found.values())] for title, show in figures.items()]
-    return table(["", *found], rows)
+    return markdown(["", *found], rows)
 
 
 def lens_table(report: Report) -> str:
@@ -70,9 +56,7 @@ def lens_table(report: Report) -> str:
         sources.append((d, ("tuned_" if tuned else "") + ("mean_kl" if field == "kl" else field)))
         cells = []
         for source, name in sources:
-            parts = [getattr(source, name + end) for end in ("", "_low", "_high")]
-            value, low, high = (part if i is None or part is None else float(part[i]) for part in parts)
-            cells.append(interval(value, low, high))
+            cells.append(interval_of(source, name, i, missing=""))
         return [title, *cells]
 
     rows = []
@@ -80,7 +64,7 @@ def lens_table(report: Report) -> str:
         rows += [row(f"{lens}, KL(final, {layer}), nats", "kl", tuned, i) for i, layer in enumerate(a.layer_names)]
         rows.append(row(f"{lens}, settle depth, layers", "settle_depth", tuned))
     rows += [row("final entropy, nats", "final_entropy"), row("loss, nats a token", "loss")]
-    return table(["", a.name, b.name, "difference"], rows)
+    return markdown(["", a.name, b.name, "difference"], rows)
 
 
 def measure(first: str, second: str, prompts: tuple[str, ...]) -> Report:
@@ -104,26 +88,19 @@ def memory_table(report: Report) -> str:
     for c, condition in enumerate(result.conditions):
         cells = [f"{condition}"]
         for s in range(len(result.sets)):
-            change, low, high = (float(getattr(result, f"change{end}")[s, c]) for end in ("", "_low", "_high"))
-            cells += [f"{result.loss[s, c]:.2f}", interval(change, low, high) if c else ""]
+            cells += [f"{result.loss[s, c]:.2f}", interval_of(result, "change", (s, c)) if c else ""]
         rows.append(cells)
     head = [column for name in result.sets for column in (f"{name}: loss", "change")]
-    return table(["", *head], rows)
+    return markdown(["", *head], rows)
 
 
 def alignment_table(report: Report) -> str:
     """Which block of the other model each layer looks like, and the lead of the first."""
     result, (a, b) = report.result, report.config.models
-
-    def shown(name: str, n: int) -> str:
-        mean, low, high = (float(getattr(result, name + end)[n]) for end in ("", "_low", "_high"))
-        return interval(mean, low, high)
-
     names = ("alignment_a", "alignment_b", "lead")
-    rows = [[layer, *(shown(name, n) for name in names)] for n, layer in enumerate(result.layers_a)]
-    mean = interval(result.mean_lead, result.mean_lead_low, result.mean_lead_high)
+    rows = [[layer, *(interval_of(result, name, n) for name in names)] for n, layer in enumerate(result.layers_a)]
     head = ["layer", f"of {a} looks like block of {b}", f"of {b} looks like block of {a}", f"lead of {a}, blocks"]
-    return table(head, [*rows, ["mean of blocks", "", "", mean]])
+    return markdown(head, [*rows, ["mean of blocks", "", "", interval_of(result, "mean_lead")]])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,8 +15,8 @@ from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import LAYER_AXIS, titled
 from engram_lab.lab.draw.theme import PALETTES, SEQUENTIAL, Mode
-from engram_lab.lab.fronts.lens_figures import LAYER_AXIS, titled
 
 Card = Mapping[str, Any]
 

@@ -5,15 +5,15 @@ Axes: layer_a along x, layer_b along y, both as block numbers with embed at -1.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 import numpy as np
 import plotly.graph_objects as go
 
 from engram_lab.lab.draw import labels
-from engram_lab.lab.draw.theme import MONO, PALETTES, SEQUENTIAL, Mode, translucent
-from engram_lab.lab.fronts.lens_figures import titled
+from engram_lab.lab.draw.figure import band_line, colour_bar, level, titled
+from engram_lab.lab.draw.tables import bounds, interval_of
+from engram_lab.lab.draw.theme import MONO, PALETTES, SEQUENTIAL, Mode
 from engram_lab.probes.base import Report
 from engram_lab.probes.cka import block_number, names_of
 
@@ -76,7 +76,7 @@ def cka_map(report: Report, mode: Mode = "light", biased: bool = False) -> go.Fi
         hovertext=np.array(hover).reshape(values.shape),
         hoverinfo="text",
         name="CKA",
-        colorbar={"title": {"text": "CKA", "side": "right"}, "thickness": 10, "outlinewidth": 0},
+        colorbar=colour_bar("CKA"),
     )
     best = result.cka.argmax(axis=1)
     figure.add_scatter(
@@ -103,42 +103,6 @@ def cka_map(report: Report, mode: Mode = "light", biased: bool = False) -> go.Fi
     return figure
 
 
-def _line(
-    figure: go.Figure, mode: Mode, series: int, name: str, x: Sequence[int], values: Sequence[np.ndarray | None],
-    hover: Sequence[str],
-) -> None:  # fmt: skip
-    """(value, low, high) over layers: a line with its band."""
-    colour = PALETTES[mode].series[series]
-    value, low, high = values
-    if low is not None and high is not None:
-        figure.add_scatter(
-            x=[*x, *reversed(x)],
-            y=[*high, *low[::-1]],
-            fill="toself",
-            fillcolor=translucent(colour, 0.2),
-            line={"width": 0},
-            hoverinfo="skip",
-            showlegend=False,
-            legendgroup=name,
-            name=f"{name} band",
-        )
-    figure.add_scatter(
-        x=list(x),
-        y=value,
-        mode="lines+markers",
-        line={"color": colour, "width": 2.5, "dash": "solid" if series != 1 else "dash"},
-        marker={"size": 7, "symbol": "circle" if series != 1 else "square", "color": colour},
-        hovertext=list(hover),
-        hoverinfo="text",
-        legendgroup=name,
-        name=name,
-    )
-
-
-def _of(report: Report, field: str) -> list[np.ndarray | None]:
-    return [getattr(report.result, field + end) for end in ("", "_low", "_high")]
-
-
 def alignment_curve(report: Report, mode: Mode = "light") -> go.Figure:
     """Soft alignment of A's layers in B and of B's in A, against the diagonal, with the 95 % intervals."""
     result, names = report.result, _names(report)
@@ -160,7 +124,10 @@ def alignment_curve(report: Report, mode: Mode = "light") -> go.Figure:
             f"<b>layer {layer} of {names[n]}</b><br>looks like layer {_entry(report, field, i)} of {names[1 - n]}"
             for i, layer in enumerate(own)
         ]
-        _line(figure, mode, n, f"{names[n]} in {names[1 - n]}", _numbers(own), _of(report, field), hover)
+        band_line(
+            figure, PALETTES[mode].series[n], f"{names[n]} in {names[1 - n]}", _numbers(own), bounds(result, field),
+            hover, strength=0.2, dash=("solid", "dash")[n], size=7, symbol=("circle", "square")[n],
+        )  # fmt: skip
     x = _numbers(layers)
     figure.update_xaxes(title_text="layer", tickvals=x, ticktext=list(layers), range=[-1.3, max(x) + 0.3])
     figure.update_yaxes(title_text="block of the other model it looks like", range=[-1.3, max(x) + 0.6])
@@ -182,21 +149,11 @@ def lead_curve(report: Report, mode: Mode = "light") -> go.Figure:
     )
     x = _numbers(result.layers_a)
     hover = [f"<b>layer {layer}</b><br>{_entry(report, 'lead', i)} blocks" for i, layer in enumerate(result.layers_a)]
-    _line(figure, mode, 2, "lead", x, _of(report, "lead"), hover)
-    figure.add_hline(y=0, line={"color": PALETTES[mode].quiet, "width": 1, "dash": "dot"})
+    colour = PALETTES[mode].series[2]
+    band_line(figure, colour, "lead", x, bounds(result, "lead"), hover, strength=0.2, size=7, symbol="circle")
+    level(figure, mode, y=0)
     figure.update_xaxes(title_text="layer of both models", tickvals=x, ticktext=list(result.layers_a))
     figure.update_yaxes(title_text=f"lead of {a}, blocks")
-    return figure
-
-
-def narrow(figure: go.Figure, characters: int = 62) -> go.Figure:
-    """The figure for half a page: its subtitle in as many lines as it takes."""
-    subtitle = figure.layout.title.subtitle
-    old = subtitle.text.split("<br>")
-    lines = [part for line in old for part in textwrap.wrap(line, characters)]
-    subtitle.text = "<br>".join(lines)
-    top = figure.layout.margin.t or figure.layout.template.layout.margin.t
-    figure.update_layout(margin_t=top + 17 * (len(lines) - len(old)))
     return figure
 
 
@@ -220,11 +177,7 @@ def readings(report: Report) -> list[dict[str, str]]:
 
 
 def _entry(report: Report, field: str, at: int | tuple[int, int]) -> str:
-    value, low, high = _of(report, field)
-    assert value is not None
-    if np.isnan(value[at]):
-        return "–"
-    return f"{value[at]:.4f}" if low is None or high is None else f"{value[at]:.4f} [{low[at]:.4f}, {high[at]:.4f}]"
+    return interval_of(report.result, field, at, 4)
 
 
 def deeper(report: Report, lens: Report | None) -> str:

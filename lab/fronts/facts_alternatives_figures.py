@@ -8,10 +8,10 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from engram_lab.lab.command.card import interval
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import BELOW, bars, list_axis, titled
+from engram_lab.lab.draw.tables import bounds, interval_of
 from engram_lab.lab.draw.theme import PALETTES, Mode
-from engram_lab.lab.fronts.lens_figures import BELOW, titled
 from engram_lab.probes.base import Report
 
 SYMBOLS = ("circle", "diamond-open")  # of the kinds of prompt
@@ -33,18 +33,18 @@ def comparison(report: Report, mode: Mode = "light") -> go.Figure:
     for k, kind in enumerate(result.kinds):
         if not result.n_prompts[k]:
             continue
-        values, low, high = (getattr(result, f"top1{end}")[k] for end in ("", "_low", "_high"))
+        values, low, high = bounds(result, "top1", k)
         figure.add_scatter(
             x=values,
             y=[m + (k - 0.5) * 0.22 for m in range(n)],
-            error_x=_bars(values, low, high),
+            error_x=bars(values, low, high),
             mode="markers",
             marker={"size": 10, "symbol": SYMBOLS[k], "color": palette.series[k]},
             name=f"{kind} ({int(result.n_prompts[k])})",
             hovertext=[
-                f"<b>{name}</b>, {kind}<br>likeliest {_told(result, 'top1', (k, m), 3)}<br>"
-                f"among the first five {_told(result, 'top5', (k, m), 3)}<br>"
-                f"mean probability {_told(result, 'mean', (k, m), 4)}"
+                f"<b>{name}</b>, {kind}<br>likeliest {interval_of(result, 'top1', (k, m), 3)}<br>"
+                f"among the first five {interval_of(result, 'top5', (k, m), 3)}<br>"
+                f"mean probability {interval_of(result, 'mean', (k, m), 4)}"
                 for m, name in enumerate(result.methods)
             ],
             hoverinfo="text",
@@ -52,17 +52,17 @@ def comparison(report: Report, mode: Mode = "light") -> go.Figure:
             col=1,
         )
     known = [m for m in range(n) if result.size[m] > 0]  # a logarithm has no 0
-    values, low, high = (getattr(result, f"size{end}")[known] for end in ("", "_low", "_high"))
+    values, low, high = bounds(result, "size", known)
     figure.add_scatter(
         x=values,
         y=known,
-        error_x=_bars(values, low, high),
+        error_x=bars(values, low, high),
         mode="markers",
         marker={"size": 10, "symbol": "square", "color": palette.series[2]},
         name="unrelated text",
         hovertext=[
-            f"<b>{result.methods[m]}</b><br>moves {_told(result, 'size', m, 5)} nats a token<br>"
-            f"loss {_told(result, 'change', m, 5)} nats a token<br>KL {_told(result, 'kl', m, 6)} nats<br>"
+            f"<b>{result.methods[m]}</b><br>moves {interval_of(result, 'size', m, 5)} nats a token<br>"
+            f"loss {interval_of(result, 'change', m, 5)} nats a token<br>KL {interval_of(result, 'kl', m, 6)} nats<br>"
             f"{int(result.changed[m])} of {result.n_positions} positions changed<br>{_times(result, m)}"
             for m in known
         ],
@@ -77,19 +77,8 @@ def comparison(report: Report, mode: Mode = "light") -> go.Figure:
         )  # fmt: skip
     figure.update_xaxes(title_text="share of prompts whose whole answer is likeliest", range=[-0.04, 1.04], col=1)
     figure.update_xaxes(title_text="mean |change of the loss|, nats a token", type="log", dtick=1, col=2)
-    figure.update_yaxes(
-        tickvals=list(range(n)), ticktext=list(result.methods), range=[n - 0.5, -0.5], showgrid=False, title_text=""
-    )
+    list_axis(figure, result.methods)
     return figure
-
-
-def _bars(values: Any, low: Any, high: Any) -> dict[str, Any]:
-    return {"array": high - values, "arrayminus": values - low, "thickness": 1.6, "width": 4}
-
-
-def _told(result: Any, name: str, at: Any, digits: int) -> str:
-    value, low, high = (float(getattr(result, name + end)[at]) for end in ("", "_low", "_high"))
-    return "none" if math.isnan(value) else interval(value, low, high, digits)
 
 
 def _times(result: Any, m: int, name: str = "more") -> str:
@@ -98,7 +87,7 @@ def _times(result: Any, m: int, name: str = "more") -> str:
         return "the rows: 0 exactly" if not result.size[m] else "the rows change nothing: no ratio"
     if math.isnan(result.more_low[m]):
         return f"{result.more[m]:.1f} times the rows, without an interval: too few texts that the rows change"
-    return f"{_told(result, name, m, 1)} times the rows"
+    return f"{interval_of(result, name, m, 1)} times the rows"
 
 
 def table(report: Report) -> list[dict[str, str]]:
@@ -109,17 +98,17 @@ def table(report: Report) -> list[dict[str, str]]:
         for k, kind in enumerate(result.kinds):
             if result.n_prompts[k]:
                 row |= {
-                    f"{kind}: likeliest": _told(result, "top1", (k, m), 2),
-                    f"{kind}: first five": _told(result, "top5", (k, m), 2),
-                    f"{kind}: probability": _told(result, "mean", (k, m), 3),
+                    f"{kind}: likeliest": interval_of(result, "top1", (k, m), 2),
+                    f"{kind}: first five": interval_of(result, "top5", (k, m), 2),
+                    f"{kind}: probability": interval_of(result, "mean", (k, m), 3),
                 }
         exact = not result.changed[m]
         row |= {
-            "unrelated: change, nats a token": "0 exactly" if exact else _told(result, "change", m, 4),
-            "unrelated: |change|, nats a token": "0 exactly" if exact else _told(result, "size", m, 4),
-            "times the rows": "" if math.isnan(result.more[m]) else _told(result, "more", m, 1),
-            "KL, nats": "0 exactly" if exact else _told(result, "kl", m, 5),
-            "KL, times the rows": "" if math.isnan(result.more_kl[m]) else _told(result, "more_kl", m, 1),
+            "unrelated: change, nats a token": "0 exactly" if exact else interval_of(result, "change", m, 4),
+            "unrelated: |change|, nats a token": "0 exactly" if exact else interval_of(result, "size", m, 4),
+            "times the rows": "" if math.isnan(result.more[m]) else interval_of(result, "more", m, 1),
+            "KL, nats": "0 exactly" if exact else interval_of(result, "kl", m, 5),
+            "KL, times the rows": "" if math.isnan(result.more_kl[m]) else interval_of(result, "more_kl", m, 1),
             "positions changed": f"{int(result.changed[m])} of {result.n_positions}",
             "bytes": f"{int(result.bytes[m]):,}",
             "tokens before a prompt": f"{float(result.extra_tokens[m]):.0f}",
@@ -139,7 +128,7 @@ def sentences(report: Report) -> list[str]:
     for m, method in enumerate(result.methods):
         if m == rows or not result.size[m] or method.startswith("rows"):
             continue
-        what = f"{method}: the loss of an unrelated token moves by {_told(result, 'size', m, 4)} nats"
+        what = f"{method}: the loss of an unrelated token moves by {interval_of(result, 'size', m, 4)} nats"
         if not result.size[rows]:
             found.append(f"{what}; with the rows by 0 exactly.")
         else:
@@ -147,7 +136,6 @@ def sentences(report: Report) -> list[str]:
     for k, kind in enumerate(result.kinds):
         better = [m for m in range(len(result.methods)) if result.gap_low[k, m] > 0]
         for m in better:
-            found.append(
-                f"{result.methods[m]} says more answers to {kind} than the rows, by {_told(result, 'gap', (k, m), 2)}."
-            )
+            by = interval_of(result, "gap", (k, m))
+            found.append(f"{result.methods[m]} says more answers to {kind} than the rows, by {by}.")
     return found

@@ -7,10 +7,10 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from engram_lab.lab.command.card import interval
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import bars, list_axis, titled
+from engram_lab.lab.draw.tables import bounds, interval_of
 from engram_lab.lab.draw.theme import PALETTES, Mode
-from engram_lab.lab.fronts.lens_figures import titled
 from engram_lab.probes.base import Report
 from engram_lab.probes.facts.check import CheckResult
 from engram_lab.probes.facts.locality import BitCheck
@@ -35,29 +35,6 @@ LAYER_FIGURES = {
 }
 
 
-def _shown(mean: float, low: float, high: float, digits: int = 2) -> str:
-    """A mean with its interval, a dash where there is none."""
-    if mean != mean:
-        return "–"
-    return interval(mean, None if low != low else low, None if high != high else high, digits)
-
-
-def _of(result: Any, field: str, n: int) -> tuple[float, float, float]:
-    """(mean, low, high) of the fields of a figure."""
-    return (float(getattr(result, field)[n]), float(getattr(result, f"{field}_low")[n]),
-            float(getattr(result, f"{field}_high")[n]))  # fmt: skip
-
-
-def _bars(mean: Sequence[float], low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
-    """Error bars, none where there is no interval."""
-    return {
-        "array": [0 if h != h else h - m for m, h in zip(mean, high, strict=True)],
-        "arrayminus": [0 if b != b else m - b for m, b in zip(mean, low, strict=True)],
-        "thickness": 1.6,
-        "width": 4,
-    }
-
-
 # --- facts check -----------------------------------------------------------------------------------------------------
 
 
@@ -76,8 +53,8 @@ def recall(report: Report, mode: Mode = "light") -> go.Figure:
     )  # fmt: skip
     places = list(range(len(scores)))
     hover = [
-        f"<b>{own.name}</b>, {own.n} prompts<br>before {_shown(own.before, own.before_low, own.before_high, 4)}"
-        f"<br>after {_shown(own.after, own.after_low, own.after_high, 4)}"
+        f"<b>{own.name}</b>, {own.n} prompts<br>before {interval_of(own, 'before', digits=4)}"
+        f"<br>after {interval_of(own, 'after', digits=4)}"
         for own in scores
     ]
     for own, place in zip(scores, places, strict=True):
@@ -89,7 +66,7 @@ def recall(report: Report, mode: Mode = "light") -> go.Figure:
         figure.add_scatter(
             x=mean,
             y=places,
-            error_x=_bars(mean, low, high) if when == "after" else None,
+            error_x=bars(mean, low, high) if when == "after" else None,
             mode="markers",
             marker={"size": 11, "symbol": symbol, "color": colour},
             name=f"{when} writing",
@@ -97,10 +74,7 @@ def recall(report: Report, mode: Mode = "light") -> go.Figure:
             hoverinfo="text",
         )
     figure.update_xaxes(title_text="share of prompts, or mean probability", range=[-0.03, 1.03])
-    figure.update_yaxes(
-        title_text="", tickvals=places, ticktext=[own.name for own in scores], range=[len(scores) - 0.5, -0.5],
-        showgrid=False,
-    )  # fmt: skip
+    list_axis(figure, [own.name for own in scores])
     return figure
 
 
@@ -140,8 +114,8 @@ def score_table(report: Report) -> list[dict[str, str]]:
         {
             "score": own.name,
             "prompts": str(own.n),
-            "before": _shown(own.before, own.before_low, own.before_high),
-            "after": _shown(own.after, own.after_low, own.after_high),
+            "before": interval_of(own, "before"),
+            "after": interval_of(own, "after"),
         }
         for own in report.result.scores
         if own.n
@@ -276,16 +250,16 @@ def _curves(
     hover: Sequence[str],
 ) -> None:  # fmt: skip
     for n, (field, name) in enumerate(series):
-        mean, low, high = ([float(value) for value in getattr(result, field + end)] for end in ("", "_low", "_high"))
+        mean, low, high = bounds(result, field)
         figure.add_scatter(
             x=list(x),
-            y=mean,
-            error_y=_bars(mean, low, high),
+            y=list(mean),
+            error_y=bars(mean, low, high),
             mode="lines+markers",
             line={"color": PALETTES[mode].series[n % 5], "width": 2},
             marker={"size": 9, "symbol": SYMBOLS[n % len(SYMBOLS)]},
             name=name,
-            hovertext=[f"<b>{name}</b>, {hover[k]}<br>{_shown(mean[k], low[k], high[k], 4)}" for k in range(len(mean))],
+            hovertext=[f"<b>{name}</b>, {hover[k]}<br>{interval_of(result, field, k, 4)}" for k in range(len(mean))],
             hoverinfo="text",
         )
 
@@ -297,10 +271,10 @@ def density_table(report: Report) -> list[dict[str, str]]:
         {
             "written together": str(size),
             "groups": str(result.groups[n]),
-            "top-1": _shown(*_of(result, "top1", n)),
-            "top-1, no other answer at the address": _shown(*_of(result, "free", n)),
-            "top-5": _shown(*_of(result, "top5", n)),
-            "probability": _shown(*_of(result, "probability", n)),
+            "top-1": interval_of(result, "top1", n),
+            "top-1, no other answer at the address": interval_of(result, "free", n),
+            "top-5": interval_of(result, "top5", n),
+            "probability": interval_of(result, "probability", n),
             "not said, of facts with an alias": f"{result.lost_alias[n]} of {result.n_aliased[n]}",
             "not said, of the others": f"{result.lost_other[n]} of {result.n_facts[n] - result.n_aliased[n]}",
             "addresses": str(result.addresses[n]),
@@ -355,7 +329,7 @@ def layer_table(report: Report) -> list[dict[str, str]]:
     return [
         {
             "layer": str(layer),
-            **{name: _shown(*_of(result, field, n)) for field, name in LAYER_FIGURES.items()},
+            **{name: interval_of(result, field, n) for field, name in LAYER_FIGURES.items()},
             "gate": f"{result.gate_before[n]:.2f} → {result.gate_after[n]:.2f}",
             "written / residual": f"{result.written_share[n]:.2f}",
         }

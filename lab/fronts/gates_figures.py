@@ -14,8 +14,9 @@ import plotly.graph_objects as go
 from plotly.colors import hex_to_rgb, label_rgb, sample_colorscale
 
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import titled
 from engram_lab.lab.draw.theme import MONO, PALETTES, SEQUENTIAL, Mode
-from engram_lab.lab.fronts.lens_figures import ROW, titled
+from engram_lab.lab.fronts.lens_figures import ROW
 from engram_lab.probes.base import Report
 from engram_lab.probes.gates import ControlRun
 

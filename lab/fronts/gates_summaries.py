@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from engram_lab.lab.command.card import interval
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import bars, fit_to_blocks, layer_axis, layer_curve, level, titled
+from engram_lab.lab.draw.tables import bounds, interval, interval_of
 from engram_lab.lab.draw.theme import PALETTES, Mode
 from engram_lab.lab.fronts.gates_figures import ceiling_text, control_name
-from engram_lab.lab.fronts.lens_figures import _curve, _fit_to_blocks, _layer_axis, titled
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Report
 from engram_lab.probes.gates import ControlRun
@@ -95,13 +95,11 @@ def lens_curves(report: Report, control: ControlRun, mode: Mode = "light") -> go
         400,
     )
     for n, (name, run) in enumerate((("as it is", result), (control_name(control.control), control))):
-        _curve(
-            figure, mode, n, name, result.layer_names, run.mean_kl, run.mean_kl_low, run.mean_kl_high,
-            result.layers, "95 % interval",
-        )  # fmt: skip
-    _layer_axis(figure, result.layer_names)
+        values = bounds(run, "mean_kl")
+        layer_curve(figure, mode, n, name, result.layer_names, values, result.layers, "95 % interval")
+    layer_axis(figure, result.layer_names)
     figure.update_yaxes(title_text="KL(final ‖ layer), nats", rangemode="tozero")
-    _fit_to_blocks(figure)
+    fit_to_blocks(figure)
     return figure
 
 
@@ -122,18 +120,17 @@ def histogram(report: Report, mode: Mode = "light") -> go.Figure:
     )
     for n, layer in enumerate(result.layers):
         share = 100 * result.histogram[n]
-        bars: dict[str, Any] = {}
+        error: dict[str, Any] | None = None
         of = [""] * n_bins
         if result.histogram_low is not None:
             low, high = 100 * result.histogram_low[n], 100 * result.histogram_high[n]
-            bars = {"array": high - share, "arrayminus": share - low, "thickness": 1.2, "width": 2}
+            error = bars(share, low, high, 1.2, 2)
             of = [f"<br>95 % interval {a:.4g} to {b:.4g}" for a, b in zip(low, high, strict=True)]
-        means = (getattr(result, f"gate_mean{end}") for end in ("", "_low", "_high"))
-        mean, least, most = (None if own is None else float(own[n].mean()) for own in means)
+        mean, least, most = (None if part is None else part.mean() for part in bounds(result, "gate_mean", n))
         figure.add_bar(
             x=(np.arange(n_bins) + 0.5) / n_bins,
             y=share,
-            error_y=bars or None,
+            error_y=error,
             name=f"layer {layer}, mean {interval(mean, least, most)}",
             marker={"color": palette.series[n % len(palette.series)]},
             hovertext=[
@@ -142,16 +139,10 @@ def histogram(report: Report, mode: Mode = "light") -> go.Figure:
             ],
             hoverinfo="text",
         )
-    figure.add_vline(x=result.ceiling, line={"color": palette.quiet, "width": 1.5, "dash": "dot"})
+    level(figure, mode, x=result.ceiling, width=1.5)
     figure.update_xaxes(title_text="gate", range=[0, 1], dtick=0.1)
     figure.update_yaxes(title_text="share of positions, %", rangemode="tozero")
     return figure
-
-
-def _interval(source: Any, name: str) -> str:
-    """A mean with its interval; a dash where it is not defined."""
-    mean, low, high = (getattr(source, name + end) for end in ("", "_low", "_high"))
-    return "–" if mean is None else interval(mean, low, high, 3)
 
 
 def control_rows(report: Report) -> list[dict[str, str]]:
@@ -160,7 +151,7 @@ def control_rows(report: Report) -> list[dict[str, str]]:
     rows = [
         {
             "": "as it is",
-            "loss, nats a token": _interval(result, "mean_loss"),
+            "loss, nats a token": interval_of(result, "mean_loss", digits=3),
             "change of the loss": "–",
             "KL(as it is ‖ control)": "–",
             **{f"gate, layer {n}": f"{g.mean():.3f}" for n, g in zip(result.layers, result.gate_mean, strict=True)},
@@ -173,9 +164,9 @@ def control_rows(report: Report) -> list[dict[str, str]]:
         rows.append(
             {
                 "": control_name(run.control),
-                "loss, nats a token": _interval(run, "mean_loss"),
-                "change of the loss": _interval(run, "mean_loss_change"),
-                "KL(as it is ‖ control)": _interval(run, "mean_final_kl"),
+                "loss, nats a token": interval_of(run, "mean_loss", digits=3),
+                "change of the loss": interval_of(run, "mean_loss_change", digits=3),
+                "KL(as it is ‖ control)": interval_of(run, "mean_final_kl", digits=3),
                 **{f"gate, layer {n}": f"{g.mean():.3f}" for n, g in gates},
                 **{f"rank correlation, layer {n}": "–" if np.isnan(r).any() else f"{r.mean():.2f}" for n, r in kept},
             }

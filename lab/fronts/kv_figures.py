@@ -9,8 +9,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import bars, colour_bar, level, list_axis, titled
 from engram_lab.lab.draw.theme import MONO, PALETTES, SEQUENTIAL, Mode, translucent
-from engram_lab.lab.fronts.lens_figures import titled
 from engram_lab.probes.base import Report
 from engram_lab.probes.kv.scenario import Pair
 
@@ -65,8 +65,8 @@ def ladder(report: Report, mode: Mode = "light") -> go.Figure:
                 hoverinfo="text",
                 name=step,
             )
-    for level in (0, 1):
-        figure.add_hline(y=level, line={"color": palette.quiet, "width": 1, "dash": "dot"})
+    for share in (0, 1):
+        level(figure, mode, y=share)
     figure.update_yaxes(title_text="recovery, share of the change", tickformat=".0%")
     figure.update_xaxes(title_text="positions taken from the new prompt's cache", tickangle=-35)
     return figure
@@ -81,7 +81,7 @@ def _control(figure: go.Figure, report: Report, mine: Sequence[int], colour: str
     figure.add_bar(
         x=names,
         y=mean,
-        error_y={"array": high - mean, "arrayminus": mean - low, "thickness": 1.6, "width": 5},
+        error_y=bars(mean, low, high, width=5),
         marker={"color": colour, "pattern": {"shape": "/"}},
         hovertext=[
             f"<b>{name}</b> behind the field, {report.config.draws} draws<br>recovery {mean[n]:.4f}, "
@@ -219,13 +219,7 @@ def recovery_map(report: Report, mode: Mode = "light") -> go.Figure:
             for g, name in enumerate(result.group_names)
         ],
         hoverinfo="text",
-        colorbar={
-            "title": {"text": "recovery", "side": "right"},
-            "thickness": 10,
-            "outlinewidth": 0,
-            "x": 1,
-            "xpad": 8,
-        },
+        colorbar=colour_bar("recovery", x=1, xpad=8),
     )
     _columns(figure, pair, mode)
     every = max(1, len(result.groups) // 15)
@@ -305,14 +299,8 @@ def knockouts(report: Report, mode: Mode = "light") -> go.Figure:
             ],
             hoverinfo="text",
         )
-    figure.add_vline(x=0, line={"color": palette.quiet, "width": 1, "dash": "dot"})
+    level(figure, mode, x=0)
     figure.add_vline(x=result.margin_clean, line={"color": palette.accent, "width": 2})
     figure.update_xaxes(title_text="margin of the right answer, logits")
-    figure.update_yaxes(
-        title_text="knocked out",
-        tickvals=list(range(len(targets))),
-        ticktext=targets,
-        range=[len(targets) - 0.5, -0.5],
-        showgrid=False,
-    )
+    list_axis(figure, targets, "knocked out")
     return figure

@@ -8,8 +8,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import BELOW, level, titled
 from engram_lab.lab.draw.theme import PALETTES, Mode
-from engram_lab.lab.fronts.lens_figures import BELOW, titled
 from engram_lab.probes.base import Report
 from engram_lab.probes.kv.compose import ComposeResult
 from engram_lab.probes.kv.erratum import policy
@@ -195,7 +195,7 @@ def reasoning(report: Report, mode: Mode = "light") -> go.Figure:
             hoverinfo="text",
             **_line(series, mode),
         )
-    figure.add_hline(y=0, line={"color": PALETTES[mode].quiet, "width": 1, "dash": "dot"})
+    level(figure, mode, y=0)
     figure.update_xaxes(title_text="tokens that the model writes before it answers", type="category")
     figure.update_yaxes(title_text="new answer minus old, logits")
     return figure

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import plotly.graph_objects as go
 
-from engram_lab.lab.command.card import interval
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import bars, level, list_axis, titled
+from engram_lab.lab.draw.tables import bounds, interval_of
 from engram_lab.lab.draw.theme import PALETTES, Mode
-from engram_lab.lab.fronts.lens_figures import titled
 from engram_lab.probes.base import Report
 
 
@@ -32,38 +30,26 @@ def by_kind(report: Report, mode: Mode = "light") -> go.Figure:
         (("field", "field alone", "circle"), ("downstream", "all behind it", "square"), ("notes", "notes", "diamond"))
     ):
         column = result.edits.index(edit)
-        mean, low, high = (field[:, column] for field in (result.mean, result.mean_low, result.mean_high))
+        mean, low, high = bounds(result, "mean", (slice(None), column))
         figure.add_scatter(
             x=mean,
             y=[n + (e - 1) * 0.2 for n in range(len(names))],
-            error_x={"array": high - mean, "arrayminus": mean - low, "thickness": 1.6, "width": 4},
+            error_x=bars(mean, low, high),
             mode="markers",
             marker={"size": 10, "symbol": symbol, "color": palette.series[(1, 0, 2)[e]]},
             name=name,
             hovertext=[
-                f"<b>{labels.plotly(kind)}</b>, {name}<br>recovery {_share(mean[n], low[n], high[n])}<br>"
+                f"<b>{labels.plotly(kind)}</b>, {name}<br>recovery {interval_of(result, 'mean', (n, column))}<br>"
                 f"the answer flips in {result.flips[n, column]:.0%} of {int(result.n_right[n])}"
                 for n, kind in enumerate(names)
             ],
             hoverinfo="text",
         )
-    for level in (0, 1):
-        figure.add_vline(x=level, line={"color": palette.quiet, "width": 1, "dash": "dot"})
+    for share in (0, 1):
+        level(figure, mode, x=share)
     figure.update_xaxes(title_text="recovery, share of the change", tickformat=".0%")
-    figure.update_yaxes(
-        title_text="",
-        tickvals=list(range(len(names))),
-        ticktext=[f"{labels.plotly(kind)} ({int(result.n_right[n])})" for n, kind in enumerate(names)],
-        range=[len(names) - 0.5, -0.5],
-        showgrid=False,
-    )
+    list_axis(figure, [f"{labels.plotly(kind)} ({int(result.n_right[n])})" for n, kind in enumerate(names)])
     return figure
-
-
-def _share(mean: Any, low: Any, high: Any) -> str:
-    if mean != mean:
-        return "–"
-    return interval(float(mean), None if low != low else float(low), None if high != high else float(high))
 
 
 def kind_table(report: Report) -> list[dict[str, str]]:
@@ -73,8 +59,7 @@ def kind_table(report: Report) -> list[dict[str, str]]:
     for k, kind in enumerate(result.kind_names):
 
         def recovery(edit: str, k: int = k) -> str:
-            column = at[edit]
-            return _share(*(getattr(result, name)[k, column] for name in ("mean", "mean_low", "mean_high")))
+            return interval_of(result, "mean", (k, at[edit]))
 
         def share(edit: str, k: int = k) -> str:
             value = result.flips[k, at[edit]]
@@ -90,7 +75,7 @@ def kind_table(report: Report) -> list[dict[str, str]]:
                 "flips": share("field"),
                 "all behind it": recovery("downstream"),
                 "flips ": share("downstream"),
-                "field minus behind": _share(result.contrast[k], result.contrast_low[k], result.contrast_high[k]),
+                "field minus behind": interval_of(result, "contrast", k),
                 "lost without notes": share("notes zero"),
                 "lost without all behind": share("downstream zero"),
                 "reads": result.said[k],

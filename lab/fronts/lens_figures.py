@@ -12,9 +12,10 @@ from typing import Any, Literal
 import numpy as np
 import plotly.graph_objects as go
 
-from engram_lab.lab.command.card import interval
 from engram_lab.lab.draw import labels
-from engram_lab.lab.draw.theme import MONO, PALETTES, SEQUENTIAL, Mode, template, translucent
+from engram_lab.lab.draw.figure import BELOW, fit_to_blocks, layer_axis, layer_curve, level, titled
+from engram_lab.lab.draw.tables import bounds, interval_of
+from engram_lab.lab.draw.theme import MONO, SEQUENTIAL, Mode
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Report
 from engram_lab.probes.lens_result import ModelLens, Reading
@@ -28,92 +29,7 @@ MEASURES: dict[Measure, tuple[str, str]] = {
     "target_rank": ("Rank of the target", "rank (0 = top)"),
 }
 COLUMN, ROW = 62, 30  # pixels of a cell of the map
-# Under the axis and its title: above the plot, the rows of a narrow page would run into the subtitle.
-BELOW = {"y": 0, "yref": "container", "yanchor": "bottom"}
-LAYER_AXIS = "residual stream after block (embed: before block 0)"
 Memory = Mapping[str, Sequence[int]]  # model name -> its memory layers
-
-
-def titled(
-    mode: Mode, title: str, subtitle: str, height: int, base: go.Figure | None = None, **layout: Any
-) -> go.Figure:
-    """A figure (or `base`) in the lab's look, with what is seen as its title and how as its subtitle."""
-    figure = base or go.Figure()
-    figure.update_layout(
-        template=template(mode),
-        height=height,
-        **layout,
-        title={
-            "text": title,
-            "subtitle": {"text": subtitle, "font": {"size": 13, "color": PALETTES[mode].quiet}},
-        },
-    )
-    return figure
-
-
-def _layer_axis(figure: go.Figure, names: Sequence[str]) -> None:
-    figure.update_xaxes(
-        title_text=LAYER_AXIS,
-        tickvals=list(range(len(names))),
-        ticktext=list(names),
-        range=[-0.4, len(names) - 0.6],
-    )
-
-
-def _curve(
-    figure: go.Figure,
-    mode: Mode,
-    series: int,
-    name: str,
-    layer_names: Sequence[str],
-    mean: np.ndarray,
-    low: np.ndarray | None,
-    high: np.ndarray | None,
-    memory: Sequence[int],
-    band: str,
-    tuned: bool = False,
-) -> None:
-    """A line over layers with its band; memory layers are diamonds, the tuned lens is dotted with open marks."""
-    colour = PALETTES[mode].series[series]
-    name = f"{name}, tuned lens" if tuned else name
-    x = list(range(len(mean)))
-    if low is not None and high is not None:
-        figure.add_scatter(
-            x=[*x, *reversed(x)],
-            y=[*high, *low[::-1]],
-            fill="toself",
-            fillcolor=translucent(colour, 0.09 if tuned else 0.16),
-            line={"width": 0},
-            hoverinfo="skip",
-            showlegend=False,
-            legendgroup=name,
-            name=f"{name} {band}",
-        )
-    at_memory = [layer_names[n].isdigit() and int(layer_names[n]) in memory for n in x]
-    hover = []
-    for n in x:
-        text = f"<b>{labels.plotly(name)}</b><br>layer {layer_names[n]}<br>mean {mean[n]:.6g} nats"
-        if low is not None and high is not None:
-            text += f"<br>{band} {low[n]:.6g} to {high[n]:.6g}"
-        hover.append(text + ("<br>this block reads the memory" if at_memory[n] else ""))
-    figure.add_scatter(
-        x=x,
-        y=list(mean),
-        mode="lines+markers",
-        line={"color": colour, "width": 2.5, "dash": "dot" if tuned else "dash" if series == 1 else "solid"},
-        marker={
-            "size": [12 if m else 7 for m in at_memory],
-            "symbol": [
-                ("diamond" if m else "square" if series == 1 else "circle") + ("-open" if tuned else "")
-                for m in at_memory
-            ],
-            "color": colour,
-        },
-        hovertext=hover,
-        hoverinfo="text",
-        legendgroup=name,
-        name=labels.plotly(name) + (" (◆ memory)" if any(at_memory) else ""),
-    )
 
 
 def lens_curves(report: Report, mode: Mode = "light", memory: Memory | None = None) -> go.Figure:
@@ -130,7 +46,9 @@ def lens_curves(report: Report, mode: Mode = "light", memory: Memory | None = No
         band, of = "10th to 90th percentile", f"mean over {counts} positions"
     else:
         band, of = "95 % interval of the mean", f"mean over {counts} positions of {n_prompts} texts"
-    final = ",<br>".join(f"{labels.plotly(lens.name)} {with_interval(lens, 'mean_final_entropy')}" for lens in models)
+    final = ",<br>".join(
+        f"{labels.plotly(lens.name)} {interval_of(lens, 'mean_final_entropy', digits=3)}" for lens in models
+    )
     figure = titled(
         mode,
         "How far each layer's prediction is from the final one",
@@ -141,41 +59,20 @@ def lens_curves(report: Report, mode: Mode = "light", memory: Memory | None = No
     )
     for n, lens in enumerate(models):
         for reading, tuned in readings(lens):
-            low, high = (
-                (reading.kl_p10, reading.kl_p90) if n_prompts == 1 else (reading.mean_kl_low, reading.mean_kl_high)
-            )
-            _curve(
-                figure, mode, n, lens.name, lens.layer_names, reading.mean_kl, low, high,
-                (memory or {}).get(lens.name, ()), band, tuned,
-            )  # fmt: skip
-    _layer_axis(figure, max((lens.layer_names for lens in models), key=len))
+            values = bounds(reading, "mean_kl")
+            if n_prompts == 1:
+                values = reading.mean_kl, reading.kl_p10, reading.kl_p90
+            marked = (memory or {}).get(lens.name, ())
+            layer_curve(figure, mode, n, lens.name, lens.layer_names, values, marked, band, tuned)
+    layer_axis(figure, max((lens.layer_names for lens in models), key=len))
     figure.update_yaxes(title_text="KL(final ‖ layer), nats", rangemode="tozero")
-    _fit_to_blocks(figure)
+    fit_to_blocks(figure)
     return figure
 
 
 def readings(lens: ModelLens) -> list[tuple[Reading, bool]]:
     """(reading, whether it is the tuned lens) of a model: the logit lens, then the tuned one if it was asked for."""
     return [(lens, False), *([(lens.tuned, True)] if lens.tuned is not None else [])]
-
-
-def _fit_to_blocks(figure: go.Figure) -> None:
-    """Where embed is far off all blocks, end the axis at the blocks and say under it what embed has."""
-    lines = [trace for trace in figure.data if trace.mode == "lines+markers"]
-    blocks = [0.0]
-    for trace in figure.data:
-        # A band runs along its upper edge first, and back along the lower one, to embed at the end.
-        blocks += list(trace.y)[1 : -1 if trace.fill else None]
-    low, high = min(blocks), max(blocks)
-    if all(2 * low <= trace.y[0] <= 2 * high for trace in lines):
-        return
-    room = 0.08 * (high - low)
-    figure.update_yaxes(range=[low - room if low < 0 else 0, high + room], rangemode="normal")
-    away = "<br>".join(
-        f"{'↑' if trace.y[0] > 0 else '↓'} {trace.y[0]:.3g}" for trace in lines if not 2 * low <= trace.y[0] <= 2 * high
-    )
-    names = list(figure.layout.xaxis.ticktext)
-    figure.update_xaxes(ticktext=[f"{names[0]}<br>{away}", *names[1:]])
 
 
 def prompt_tokens(report: Report, index: int, prompt: int = 0) -> list[labels.Token]:
@@ -328,17 +225,11 @@ def difference_curve(report: Report, mode: Mode = "light") -> go.Figure:
     )
     names, band = first.layer_names, "95 % interval"
     for tuned, prefix in ((False, ""), (True, "tuned_")):
-        mean, low, high = (getattr(difference, f"{prefix}mean_kl{end}") for end in ("", "_low", "_high"))
-        if mean is not None:
-            _curve(figure, mode, 2, "difference", names, mean, low, high, (), band, tuned)
-    figure.add_hline(y=0, line={"color": PALETTES[mode].quiet, "width": 1, "dash": "dot"})
-    _layer_axis(figure, names)
+        values = bounds(difference, f"{prefix}mean_kl")
+        if values[0] is not None:
+            layer_curve(figure, mode, 2, "difference", names, values, (), band, tuned)
+    level(figure, mode, y=0)
+    layer_axis(figure, names)
     figure.update_yaxes(title_text="difference of mean KL, nats")
-    _fit_to_blocks(figure)
+    fit_to_blocks(figure)
     return figure
-
-
-def with_interval(source: Any, name: str) -> str:
-    """A mean with its interval, or a dash where it is not defined."""
-    mean, low, high = (getattr(source, name + end) for end in ("", "_low", "_high"))
-    return interval(mean, low, high, 3) or "–"

@@ -8,8 +8,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import BELOW, layer_axis, titled
+from engram_lab.lab.draw.tables import interval_of
 from engram_lab.lab.draw.theme import PALETTES, Mode, translucent
-from engram_lab.lab.fronts.lens_figures import BELOW, _layer_axis, readings, titled, with_interval
+from engram_lab.lab.fronts.lens_figures import readings
 from engram_lab.probes.base import Report
 
 
@@ -52,7 +54,7 @@ def settle_histogram(report: Report, mode: Mode = "light") -> go.Figure:
             ],
             hoverinfo="text",
         )
-    _layer_axis(figure, max((lens.layer_names for lens in models), key=len))
+    layer_axis(figure, max((lens.layer_names for lens in models), key=len))
     figure.update_yaxes(title_text="share of positions, %", rangemode="tozero")
     return figure
 
@@ -66,11 +68,11 @@ def summary(report: Report) -> list[dict[str, str]]:
             "": name,
             "texts": n_prompts,
             "positions": positions,
-            "loss, nats a token": with_interval(source, f"{prefix}loss"),
-            "final entropy, nats": with_interval(source, f"{prefix}final_entropy"),
-            "settle depth, layers from embed": with_interval(source, f"{prefix}settle_depth"),
+            "loss, nats a token": interval_of(source, f"{prefix}loss", digits=3),
+            "final entropy, nats": interval_of(source, f"{prefix}final_entropy", digits=3),
+            "settle depth, layers from embed": interval_of(source, f"{prefix}settle_depth", digits=3),
         }
-        return found if tuned is None else found | {"settle depth, tuned lens": with_interval(*tuned)}
+        return found if tuned is None else found | {"settle depth, tuned lens": interval_of(*tuned, digits=3)}
 
     rows = []
     for lens in report.result.models:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import plotly.graph_objects as go
 
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import narrow
 from engram_lab.lab.draw.theme import Mode
 from engram_lab.lab.fronts import front
 from engram_lab.probes.base import Report
@@ -27,8 +28,6 @@ def figures_of(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go
 
 def _fitted(figure: go.Figure) -> go.Figure:
     """The figure with a subtitle that a narrow window holds, and no narrower than its title."""
-    from engram_lab.lab.fronts.cka_figures import narrow
-
     if figure.layout.width is not None:
         figure.update_layout(width=max(figure.layout.width, LEAST_WIDTH))
     before = figure.layout.margin.t or figure.layout.template.layout.margin.t

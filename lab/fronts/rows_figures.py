@@ -13,8 +13,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import list_axis, titled
 from engram_lab.lab.draw.theme import MONO, PALETTES, Mode, translucent
-from engram_lab.lab.fronts.lens_figures import titled
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Report
 from engram_lab.probes.row_usage import Usage
@@ -72,13 +72,8 @@ def said_bars(said: Said, title: str, subtitle: str, name_of: Callable[[int], st
         showlegend=False,
     )
     figure.update_xaxes(title_text="added to the logit, less its mean", zeroline=True)
-    figure.update_yaxes(
-        tickvals=y,
-        ticktext=[labels.plotly(labels.short(name_of(i), 16)) for i in ids],
-        tickfont={"family": MONO, "size": 12},
-        range=[len(ids) - 0.5, -0.5],
-        showgrid=False,
-    )
+    list_axis(figure, [labels.plotly(labels.short(name_of(i), 16)) for i in ids])
+    figure.update_yaxes(tickfont={"family": MONO, "size": 12})
     return figure
 
 

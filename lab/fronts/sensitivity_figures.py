@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from engram_lab.lab.command.card import interval
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import bars, level, list_axis, titled
+from engram_lab.lab.draw.tables import bounds, interval_of
 from engram_lab.lab.draw.theme import PALETTES, Mode
-from engram_lab.lab.fronts.lens_figures import titled
 from engram_lab.probes.base import Report
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
@@ -26,11 +26,11 @@ def changes(report: Report, mode: Mode = "light") -> go.Figure:
     )
     for s, name in enumerate(result.sets):
         offset = (s - (len(result.sets) - 1) / 2) * 0.22
-        mean, low, high = (field[s, 1:] for field in (result.change, result.change_low, result.change_high))
+        mean, low, high = bounds(result, "change", (s, slice(1, None)))
         figure.add_scatter(
             x=mean,
             y=[n + offset for n in range(len(conditions))],
-            error_x={"array": high - mean, "arrayminus": mean - low, "thickness": 1.6, "width": 4},
+            error_x=bars(mean, low, high),
             mode="markers",
             marker={
                 "size": 10,
@@ -40,21 +40,15 @@ def changes(report: Report, mode: Mode = "light") -> go.Figure:
             name=f"{labels.plotly(name)} ({int(result.n_items[s])} items)",
             hovertext=[
                 f"<b>{labels.plotly(name)}</b>, {labels.plotly(condition)}<br>"
-                f"change {interval(float(mean[c]), float(low[c]), float(high[c]), 4)} nats a token<br>"
+                f"change {interval_of(result, 'change', (s, c + 1), 4)} nats a token<br>"
                 f"loss {result.loss[s, c + 1]:.4f}, as it is {result.loss[s, 0]:.4f}"
                 for c, condition in enumerate(conditions)
             ],
             hoverinfo="text",
         )
-    figure.add_vline(x=0, line={"color": palette.quiet, "width": 1, "dash": "dot"})
+    level(figure, mode, x=0)
     figure.update_xaxes(title_text="change of the loss, nats a token")
-    figure.update_yaxes(
-        title_text="",
-        tickvals=list(range(len(conditions))),
-        ticktext=[labels.plotly(condition) for condition in conditions],
-        range=[len(conditions) - 0.5, -0.5],
-        showgrid=False,
-    )
+    list_axis(figure, [labels.plotly(condition) for condition in conditions])
     return figure
 
 
@@ -63,18 +57,14 @@ def table(report: Report) -> list[dict[str, str]]:
     result, rows = report.result, []
     for s, name in enumerate(result.sets):
         for c, condition in enumerate(result.conditions):
-
-            def shown(field: str, s: int = s, c: int = c) -> str:
-                mean, low, high = (float(getattr(result, field + end)[s, c]) for end in ("", "_low", "_high"))
-                return interval(mean, low, high, 3)
-
+            at = (s, c)
             rows.append(
                 {
                     "set": name,
                     "condition": condition,
-                    "loss, nats a token": shown("loss"),
-                    "change": shown("change") if c else "",
-                    f"{result.sets[0]} minus this": shown("contrast") if c and s else "",
+                    "loss, nats a token": interval_of(result, "loss", at, 3),
+                    "change": interval_of(result, "change", at, 3) if c else "",
+                    f"{result.sets[0]} minus this": interval_of(result, "contrast", at, 3) if c and s else "",
                     "first token right": "" if result.top[s, c] != result.top[s, c] else f"{result.top[s, c]:.1%}",
                 }
             )

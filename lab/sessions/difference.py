@@ -14,8 +14,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import titled
 from engram_lab.lab.draw.theme import MONO, PALETTES, Mode
-from engram_lab.lab.fronts.lens_figures import titled
 from engram_lab.lab.sessions.compare import ENTRY, Field, fields
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Record, Report

@@ -12,13 +12,6 @@ from engram_lab.probes.logit_lens import LensConfig, run
 ROOT = Path(__file__).parents[3]
 
 
-def test_intervals_and_tables_read_as_written() -> None:
-    assert card.interval(1.234, 1.0, 2.0) == "1.23 [1.00, 2.00]"
-    assert card.interval(1.235, None, None, 1) == "1.2"
-    assert card.interval(None, None, None) == ""
-    assert card.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
-
-
 def test_the_readme_has_the_figures_of_the_shipped_cards() -> None:
     found = card.cards()
     assert list(found) == list(card.NAMES)

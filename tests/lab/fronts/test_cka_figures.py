@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from engram_lab.lab.draw.figure import narrow
 from engram_lab.lab.fronts import cka as front
 from engram_lab.lab.fronts import cka_figures
 from engram_lab.models.handle import Handle
@@ -104,7 +105,7 @@ def test_readings_are_those_of_the_report(made: Report) -> None:
 
 
 def test_a_subtitle_takes_the_lines_it_needs(made: Report) -> None:
-    whole, half = cka_figures.lead_curve(made), cka_figures.narrow(cka_figures.lead_curve(made), 30)
+    whole, half = cka_figures.lead_curve(made), narrow(cka_figures.lead_curve(made), 30)
     lines = half.layout.title.subtitle.text.split("<br>")
     assert max(map(len, lines)) <= 30 and " ".join(lines) == whole.layout.title.subtitle.text
     assert half.layout.margin.t > whole.layout.template.layout.margin.t
