@@ -11,8 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -28,6 +26,7 @@ from engram_lab.models import loading
 from engram_lab.models.canonical import canonical_map, map_sha256, tokenizer_sha256
 from engram_lab.models.engram import CACHE_ARGUMENT, EngramConfig, EngramMemory, MemoryStack, state_layers
 from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError
+from engram_lab.models.files import whole
 from engram_lab.models.handle import Handle
 from engram_lab.models.layouts import find_layout
 from engram_lab.models.weightfiles import short
@@ -68,14 +67,9 @@ class Graft:
         if (folder / "config.json").exists():
             raise LabError(f"{folder} holds a model: save the graft into a folder of its own.")
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                json.dump({"format": FORMAT, **asdict(self)}, stream, ensure_ascii=False, indent=1)
-            os.replace(name, folder / FILE)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        text = json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False, indent=1)
+        with whole(folder / FILE) as fresh:
+            fresh.write_text(text, encoding="utf-8")
 
 
 def load_graft(folder: Path) -> Graft:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import nnsight
 import torch
@@ -31,6 +32,7 @@ from engram_lab.models.weightfiles import module_fingerprint
 __all__ = ["Handle", "ModelInfo", "Residuals", "list_models", "open_model", "single_token"]
 
 pin_source(__file__)
+T = TypeVar("T")
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_guard = threading.Lock()
 
@@ -99,25 +101,29 @@ class Handle:
         return f"Handle({self.name!r}, {self.n_layers} layers, {self.dtype}, {self.device})"
 
     @property
-    def model(self) -> PreTrainedModel:
-        """The raw module; run it only inside running()."""
-        if self._model is None:
+    def is_open(self) -> bool:
+        """Whether the handle can be used: not closed."""
+        return self._model is not None
+
+    def _there(self, part: T | None) -> T:
+        if part is None:
             raise LabError(f"The model {self.name} was closed; open it again.")
-        return self._model
+        return part
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The raw module; run it only inside running(). LabError once the handle is closed."""
+        return self._there(self._model)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer as transformers loaded it."""
-        if self._tokenizer is None:
-            raise LabError(f"The model {self.name} was closed; open it again.")
-        return self._tokenizer
+        """The tokenizer as transformers loaded it. LabError once the handle is closed."""
+        return self._there(self._tokenizer)
 
     @property
     def traced(self) -> NNsight:
-        """The nnsight wrapper of the raw module; trace it only inside running(), from a file."""
-        if self._traced is None:
-            raise LabError(f"The model {self.name} was closed; open it again.")
-        return self._traced
+        """The nnsight wrapper of the raw module; trace it only inside running(), from a file. LabError if closed."""
+        return self._there(self._traced)
 
     @property
     def blocks(self) -> list[Envoy]:

@@ -8,8 +8,6 @@ these rows would do. Facts may share rows; a row stays as long as one of its fac
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from engram_lab.models.errors import LabError
+from engram_lab.models.files import whole
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import memories
 
@@ -138,14 +137,8 @@ class Overlay:
     def save(self, file: Path) -> None:
         """Write the file whole or not at all."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(self.to_bytes())
-            os.replace(name, file)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        with whole(file) as fresh:
+            fresh.write_bytes(self.to_bytes())
 
 
 def load_overlay(file: Path) -> Overlay:

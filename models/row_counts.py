@@ -7,7 +7,6 @@ read, and by how many distinct n-grams. Its metadata, as JSON, tell the fingerpr
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from engram_lab.models import loading
 from engram_lab.models.canonical import tokenizer_sha256
 from engram_lab.models.data import PackedStream
 from engram_lab.models.errors import DataError
+from engram_lab.models.files import whole
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import memories
 from engram_lab.models.ngrams import Batch, count_ngrams, row_counts
@@ -49,13 +49,9 @@ class RowCounts:
         arrays = {f"hits.{layer}": _narrow(hits) for layer, hits in self.hits.items()}
         arrays |= {f"ngrams.{layer}": _narrow(ngrams) for layer, ngrams in self.ngrams.items()}
         about = {name: getattr(self, name) for name in ("fingerprint", "sources", "tokens", "distinct")}
-        fresh = file.with_name(file.name + ".new")
-        try:
+        with whole(file) as fresh:
             # One entry, as safetensors writes several in an order of chance.
             save_file(arrays, fresh, metadata={ABOUT: json.dumps(about)})
-            os.replace(fresh, file)
-        finally:
-            fresh.unlink(missing_ok=True)
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from engram_lab.models import loading
 from engram_lab.models.errors import CheckpointError, DataError, LabError
+from engram_lab.models.files import whole
 from engram_lab.models.handle import Handle
 from engram_lab.models.optim import Muon
 from engram_lab.probes.base import Array, Record
@@ -167,14 +167,11 @@ def save(translators: Translators, path: Path) -> None:
 
 def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
     """A safetensors file that takes the place of the old one at once; CheckpointError if it cannot be written."""
-    fresh = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, fresh, metadata)
-        fresh.chmod(0o644)  # safetensors makes it the owner's alone
-        os.replace(fresh, path)
+        with whole(path) as fresh:
+            save_file(tensors, fresh, metadata)
     except (OSError, SafetensorError) as error:
-        fresh.unlink(missing_ok=True)
         raise CheckpointError(f"{path} could not be written ({loading.first_line(error)}): use --out.") from None
 
 

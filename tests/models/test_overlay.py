@@ -267,7 +267,7 @@ def test_a_failed_save_leaves_what_was_there(handle: Handle, tmp_path: Path, mon
     def fail(*args: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(module.os, "replace", fail)
+    monkeypatch.setattr("engram_lab.models.files.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         overlay_of(handle, [(0, 5)], 2).save(file)
     assert file.read_bytes() == before and os.listdir(tmp_path) == ["maya.safetensors"]

@@ -207,13 +207,13 @@ def test_each_model_is_opened_once_and_few_at_a_time(
         nonlocal most
         opened.append(Path(name).name)
         alive.append(open_model(name, **options))
-        most = max(most, sum(handle._model is not None for handle in alive))
+        most = max(most, sum(handle.is_open for handle in alive))
         return alive[-1]
 
     monkeypatch.setattr(sweep_run, "open_model", counting)
     content = {"probe": "lens", "options": {"prompt": ["a", "b"], "model": names, "bootstrap": 5}}
     assert run(written(tmp_path, content), store, "--out", tmp_path / "t.parquet") == 0
-    assert opened == names and most == 1 and not any(handle._model for handle in alive)
+    assert opened == names and most == 1 and not any(handle.is_open for handle in alive)
     column = pd.read_parquet(tmp_path / "t.parquet")["option_model"]
     assert [name for name, _ in itertools.groupby(column)] == names * 2
 
@@ -221,7 +221,7 @@ def test_each_model_is_opened_once_and_few_at_a_time(
     most = 0
     pairs = {"model": names[:2], "against": names[2:], "prompt": ["a", "b"], "bootstrap": 5}
     assert run(written(tmp_path, {"probe": "lens", "options": pairs}), store, "--save", "pairs") == 0
-    assert sorted(opened) == names and most == 3 and not any(handle._model for handle in alive)
+    assert sorted(opened) == names and most == 3 and not any(handle.is_open for handle in alive)
 
 
 def test_a_tuned_lens_that_was_fitted_anew_is_computed_anew(
