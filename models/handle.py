@@ -22,14 +22,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engram_lab.models import loading
-from engram_lab.models.errors import CheckpointError, LabError, PromptError, TargetError
+from engram_lab.models.errors import CheckpointError, LabError, PromptError, TargetError, first_line
 from engram_lab.models.layouts import Layout, find_layout
-from engram_lab.models.loading import ModelInfo, first_line, list_models
 from engram_lab.models.pieces import TokenBytes
 from engram_lab.models.tracing import pin_source
 from engram_lab.models.weightfiles import module_fingerprint
-
-__all__ = ["Handle", "ModelInfo", "Residuals", "list_models", "open_model", "single_token"]
 
 pin_source(__file__)
 T = TypeVar("T")

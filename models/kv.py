@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from engram_lab.models.engram import document_reach
-from engram_lab.models.errors import LabError
-from engram_lab.models.loading import first_line
+from engram_lab.models.errors import LabError, first_line
 
 PARTS = ("kv", "k", "v")
 

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
-from engram_lab.models.errors import LabError, PromptError
+from engram_lab.models.errors import LabError, PromptError, first_line
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV, KVError, join, shared_cache
-from engram_lab.models.loading import first_line
 from engram_lab.models.tracing import pin_source
 
 pin_source(__file__)

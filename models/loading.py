@@ -5,9 +5,6 @@ Everything is read from safetensors, JSON and GGUF, never a pickle; every failur
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,11 +24,10 @@ from transformers import (
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from engram_lab.models import weightfiles
-from engram_lab.models.errors import CheckpointError, LabError, UnknownModelError
+import engram_lab.models.engram  # noqa: F401 - registers the Engram with transformers' auto classes
+from engram_lab.models import listing, weightfiles
+from engram_lab.models.errors import CheckpointError, LabError, UnknownModelError, first_line
 
-SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "models"
-FETCHABLE = ("smollm2-135m",)  # what models.download can bring
 HUB_TIMEOUT = 5.0  # seconds to wait for the hub's answer
 # What a checkpoint needs; subfolders hold other formats of the same weights.
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -48,17 +44,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True)
-class ModelInfo:
-    """A model that can be opened offline. `where` is "shipped" or "cache"; weight_bytes as stored."""
-
-    name: str
-    where: str
-    folder: Path
-    model_type: str
-    weight_bytes: int
-
-
-@dataclass(frozen=True)
 class Loaded:
     """What a checkpoint holds, ready to be wrapped."""
 
@@ -67,77 +52,21 @@ class Loaded:
     fingerprint: str
 
 
-def list_models() -> list[ModelInfo]:
-    """The shipped models, those that were got, then the causal LMs in the local Hugging Face cache, each by name."""
-    found = [(folder.name, "shipped", folder) for folder in _shipped()]
-    found += [(name, "cache", fetched(name)) for name in FETCHABLE]
-    found += [(name, "cache", folder) for name, folder in _cached()]
-    models = []
-    for name, where, folder in found:
-        try:
-            config = _read_config(folder)
-            size = sum(file.stat().st_size for file in weightfiles.weight_files(folder))
-        except CheckpointError:
-            continue
-        kind = str(config.get("model_type"))
-        if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
-            models.append(ModelInfo(name, where, folder, kind, size))
-    return models
-
-
-def cache_folder() -> Path:
-    """Where the lab keeps what it downloaded: ENGRAM_LAB_CACHE, else engram-lab in the user's cache folder."""
-    if chosen := os.environ.get("ENGRAM_LAB_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or "")
-        if not base.is_absolute():  # the standard says to pass over a relative one
-            base = Path.home() / ".cache"
-    return base / "engram-lab"
-
-
-def fetched(name: str) -> Path:
-    """The folder of a model of FETCHABLE; it is there, and then whole, once models.download has brought it."""
-    return cache_folder() / "models" / name
-
-
-def _shipped() -> list[Path]:
-    return sorted(path.parent for path in SHIPPED.glob("*/config.json"))
-
-
-def _cached() -> list[tuple[str, Path]]:
-    from huggingface_hub import constants
-
-    out = []
-    for repository in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
-        try:
-            commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-        name = repository.name.removeprefix("models--").replace("--", "/")
-        out.append((name, repository / "snapshots" / commit))
-    return out
-
-
 def resolve(name: str, trust_remote_code: bool = False) -> Path:
     """The checkpoint folder or GGUF file of a name, downloaded if it has to be; else UnknownModelError."""
     name = name.strip()
     if not name:
         raise UnknownModelError(f"No model was named; {_shipped_sentence()}")
-    if (SHIPPED / name / "config.json").is_file():
-        return SHIPPED / name
-    if name in FETCHABLE and (fetched(name) / "config.json").is_file():
-        return fetched(name)
+    if (listing.SHIPPED / name / "config.json").is_file():
+        return listing.SHIPPED / name
+    if name in listing.FETCHABLE and (listing.fetched(name) / "config.json").is_file():
+        return listing.fetched(name)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix.lower() != ".gguf":
         raise UnknownModelError(f'"{name}" is a file, but not .gguf: give the folder that holds config.json.')
     if path.exists():
         return path
-    if name in FETCHABLE:
+    if name in listing.FETCHABLE:
         raise UnknownModelError(f'"{name}" is not here yet; get it with: engram-lab models get {name}')
     if name[0] in "./~\\" or name.count("/") > 1 or name.lower().endswith(".gguf"):
         raise UnknownModelError(f'There is no file or folder "{name}"; {_shipped_sentence()}')
@@ -145,7 +74,7 @@ def resolve(name: str, trust_remote_code: bool = False) -> Path:
 
 
 def _shipped_sentence() -> str:
-    names = ", ".join(folder.name for folder in _shipped())
+    names = ", ".join(folder.name for folder in listing.shipped())
     return f"shipped models: {names or 'none in this installation'}."
 
 
@@ -154,10 +83,10 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-    for cached, folder in _cached():
+    for cached, folder in listing.cached():
         if cached == name and folder.joinpath("config.json").is_file():
             try:
-                weightfiles.weight_files(folder)
+                listing.weight_files(folder)
             except CheckpointError:
                 continue
             return folder
@@ -237,12 +166,12 @@ def load(path: Path, device: torch.device, dtype: str | torch.dtype | None, trus
 def _load_folder(
     folder: Path, device: torch.device, dtype: str | torch.dtype | None, trust_remote_code: bool
 ) -> Loaded:
-    raw = _read_config(folder)
+    raw = listing.read_config(folder)
     config = _build_config(folder, raw, trust_remote_code)
     method = (raw.get("quantization_config") or {}).get("quant_method")
     if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise CheckpointError(f"{folder} is quantised with {method}, which transformers does not know.")
-    entries = weightfiles.read_headers(weightfiles.weight_files(folder))
+    entries = weightfiles.read_headers(listing.weight_files(folder))
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing.")
     chosen = choose_dtype(dtype, device, weightfiles.stored_dtype(entries))
@@ -274,19 +203,6 @@ def _load_folder(
 
 def _from_pretrained(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise CheckpointError(f"{folder} is not a checkpoint: config.json is missing.")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON ({first_line(error)}).") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} is not a configuration: it holds no JSON object.")
-    return config
 
 
 def _build_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> Any:
@@ -347,12 +263,6 @@ def _load_gguf(file: Path, device: torch.device, dtype: str | torch.dtype | None
     _check_complete(file, info)
     tokenizer = _load_tokenizer(file.parent, gguf_file=file.name)
     return Loaded(model, tokenizer, weightfiles.file_fingerprint(file))
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of another library says, cut down to a part of a sentence."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0][:240] if lines else type(error).__name__).rstrip(".")
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engram_lab.models.errors import first_line
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV, KVError
 from engram_lab.models.kv_runs import prefill
-from engram_lab.models.loading import first_line
 
 _TRIED = 4  # tokens run to find out the pairs
 _OFFSET = 7  # how far apart

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.canonical import tokenizer_sha256
 from engram_lab.models.data import PackedStream
 from engram_lab.models.errors import DataError
@@ -81,7 +81,7 @@ def load(file: Path) -> RowCounts:
 
 def shipped(fingerprint: str) -> RowCounts | None:
     """The counts over its training text that ship for a model, None if none do."""
-    for file in sorted((loading.SHIPPED.parent / FOLDER).glob("*.safetensors")):
+    for file in sorted((listing.SHIPPED.parent / FOLDER).glob("*.safetensors")):
         with safe_open(file, framework="numpy") as stored:
             about = json.loads((stored.metadata() or {}).get(ABOUT, "{}"))
         if about.get("fingerprint") == fingerprint:

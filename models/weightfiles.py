@@ -52,30 +52,6 @@ class Entry:
     size: int  # bytes
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder; CheckpointError if there are none or one is missing."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index} is not a valid index of weight files ({error}).") from error
-        files = [folder / Path(name).name for name in names]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise CheckpointError(f"{folder} lacks the weight file {missing[0]} that its index names: copy it too.")
-        return files
-    pickles = sorted(file.name for kind in ("bin", "pt", "pth", "ckpt") for file in folder.glob(f"*.{kind}"))
-    if pickles:
-        raise CheckpointError(
-            f"{folder} has its weights only as a pickle ({pickles[0]}), which can run code when it is read: "
-            "convert them to model.safetensors."
-        )
-    raise CheckpointError(f"{folder} has no weights: model.safetensors is missing.")
-
-
 def read_header(file: Path) -> dict[str, Entry]:
     """Tensor name -> Entry; CheckpointError if the file is truncated or not safetensors."""
     size = file.stat().st_size

@@ -16,7 +16,8 @@ from engram_lab.lab.ask import kv_widgets, scenarios
 from engram_lab.lab.ask.kv_widgets import ALL, PARTS
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import kv_figures, reference
-from engram_lab.models.handle import Handle, list_models
+from engram_lab.models.handle import Handle
+from engram_lab.models.listing import list_models
 from engram_lab.probes.base import Report
 from engram_lab.probes.kv.effects import oracle_sentence
 from engram_lab.probes.kv.scenario import Scenario

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engram_lab.models import loading
+from engram_lab.models import listing, loading
 from engram_lab.models.errors import CheckpointError, DataError, LabError
 from engram_lab.models.files import whole
 from engram_lab.models.handle import Handle
@@ -109,8 +109,8 @@ class Translators:
 
 def places(handle: Handle) -> list[Path]:
     """Where the translators of a model are looked for: the user's own first, then those beside its weights."""
-    found = [loading.cache_folder() / "lenses" / f"{handle.fingerprint}.safetensors"]
-    for folder in (loading.SHIPPED / handle.name, Path(handle.name).expanduser()):
+    found = [listing.cache_folder() / "lenses" / f"{handle.fingerprint}.safetensors"]
+    for folder in (listing.SHIPPED / handle.name, Path(handle.name).expanduser()):
         if (folder / "config.json").is_file():
             found.append(folder / FILE)
             break

@@ -16,7 +16,7 @@ from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import scenarios as kv_scenarios
 from engram_lab.lab.ask import texts
 from engram_lab.lab.command import card
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.engram import EngramForCausalLM
 from engram_lab.probes.facts.sets import Expected, StatedFact
 from engram_lab.probes.kv.scenario import Scenario
@@ -82,7 +82,7 @@ def few_texts(folder: Path, scenarios: Sequence[Scenario]) -> Iterator[None]:
 def served(models: Path) -> Iterator[pytest.MonkeyPatch]:
     """The app's shipped models are those of this folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "SHIPPED", models)
+        patch.setattr(listing, "SHIPPED", models)
         patch.setattr(card, "MODELS", models)
         yield patch
     st.cache_resource.clear()

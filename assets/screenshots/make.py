@@ -20,7 +20,7 @@ from urllib.parse import urlencode
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from engram_lab.models.handle import list_models
+from engram_lab.models.listing import list_models
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -19,7 +19,7 @@ import torch
 
 from engram_lab.lab.app import shortage
 from engram_lab.lab.app.line import TICK, Line
-from engram_lab.models import loading
+from engram_lab.models import listing, loading
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle, open_model
 
@@ -62,7 +62,7 @@ def configure(device: str | None = None, dtype: str | None = None, models: int |
 
 def stamp(name: str) -> tuple[str, int]:
     """Where a model's files are and when the newest was written, so that one trained further is opened anew."""
-    for path in (loading.SHIPPED / name, loading.fetched(name), Path(name).expanduser()):
+    for path in (listing.SHIPPED / name, listing.fetched(name), Path(name).expanduser()):
         if path.is_file():
             return str(path), path.stat().st_mtime_ns
         if path.is_dir():

@@ -21,7 +21,8 @@ from engram_lab.lab.app.line import Line
 from engram_lab.lab.app.open_models import OpenModels
 from engram_lab.lab.draw import theme
 from engram_lab.models.errors import LabError, UnknownModelError
-from engram_lab.models.handle import Handle, list_models
+from engram_lab.models.handle import Handle
+from engram_lab.models.listing import list_models
 from engram_lab.probes import logit_lens, running
 from engram_lab.probes.base import Record, Report
 from engram_lab.probes.logit_lens import LensConfig

@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def destination(handle: Handle, out: Path | None) -> Path:
     """The file to write: in `out`, or where the lens looks. Translators that ship are never written over."""
-    from engram_lab.models import loading
+    from engram_lab.models import listing
     from engram_lab.probes import tuned_lens
 
     if out is not None:
         return out / tuned_lens.FILE
     cached, *beside = tuned_lens.places(handle)
     for file in beside:
-        if loading.SHIPPED not in file.parents and os.access(file.parent, os.W_OK):
+        if listing.SHIPPED not in file.parents and os.access(file.parent, os.W_OK):
             return file
     return cached
 

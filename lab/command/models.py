@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The models that can be opened offline."""
-    from engram_lab.models.loading import list_models
+    from engram_lab.models.listing import list_models
 
     found = list_models()
     if args.json:

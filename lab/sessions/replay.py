@@ -16,9 +16,9 @@ import torch
 
 from engram_lab.lab.sessions import NewRun, environment
 from engram_lab.lab.sessions.compare import TOLERANCE, fields, verdict
-from engram_lab.models.errors import LabError
+from engram_lab.models.errors import LabError, first_line
 from engram_lab.models.handle import Handle, open_model
-from engram_lab.models.loading import choose_device, first_line
+from engram_lab.models.loading import choose_device
 from engram_lab.probes import running
 from engram_lab.probes.base import Progress, Report, versions
 

@@ -58,7 +58,8 @@ def opened(reports: Iterable[Report]) -> Iterator[tuple[Handle, ...]]:
 
     Only names that the lab lists itself: that of a session from elsewhere may be any path.
     """
-    from engram_lab.models.handle import list_models, open_model
+    from engram_lab.models.handle import open_model
+    from engram_lab.models.listing import list_models
 
     wanted = {model.name: None for report in reports for model in report.protocol.models}
     found: list[Handle] = []

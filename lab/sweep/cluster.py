@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from engram_lab.lab.sessions import environment
 from engram_lab.lab.sweep.grid import ModelKey, Sweep
 from engram_lab.lab.sweep.run import Job, Ledger, OpenModels, Outcome, identity, sentence
-from engram_lab.models.errors import Cancelled, LabError
-from engram_lab.models.loading import first_line
+from engram_lab.models.errors import Cancelled, LabError, first_line
 from engram_lab.probes import running
 from engram_lab.probes.base import Report
 

@@ -240,7 +240,7 @@ def _text(name: str, value: Any, action: argparse.Action, folder: Path) -> str:
 
 def _model(name: str, folder: Path) -> str:
     """A shipped name or a hub id as it is; the path of a folder or file from where the sweep's own file lies."""
-    from engram_lab.models.loading import FETCHABLE, SHIPPED
+    from engram_lab.models.listing import FETCHABLE, SHIPPED
 
     path = folder / Path(name).expanduser()
     if not name.strip() or name in FETCHABLE or (SHIPPED / name / "config.json").is_file() or not path.exists():

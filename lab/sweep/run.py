@@ -15,9 +15,8 @@ from typing import Any
 from engram_lab.lab.fronts import front, settled
 from engram_lab.lab.sessions import RunInfo, Store, UnknownSessionError, run_request
 from engram_lab.lab.sweep.grid import Cell, ModelKey, Sweep
-from engram_lab.models.errors import LabError
+from engram_lab.models.errors import LabError, first_line
 from engram_lab.models.handle import Handle, open_model
-from engram_lab.models.loading import first_line
 from engram_lab.probes import running
 from engram_lab.probes.base import ModelProtocol, Progress, Protocol, Report
 

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engram_lab.models.errors import PromptError
+from engram_lab.models.errors import PromptError, first_line
 from engram_lab.models.handle import Handle
-from engram_lab.models.loading import first_line
 from engram_lab.probes.base import Record
 from engram_lab.probes.kv.scenario import FIELD, Scenario, encode, prompt_ids
 

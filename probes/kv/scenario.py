@@ -12,9 +12,8 @@ from typing import Annotated
 
 import numpy as np
 
-from engram_lab.models.errors import AlignmentError, DataError, PromptError, TargetError
+from engram_lab.models.errors import AlignmentError, DataError, PromptError, TargetError, first_line
 from engram_lab.models.handle import Handle
-from engram_lab.models.loading import first_line
 from engram_lab.probes.base import Array, Record
 from engram_lab.probes.logit_lens import spans_of
 

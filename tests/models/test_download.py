@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerFast
 from engram_lab.models import download
 from engram_lab.models.download import SOURCES, DownloadError, Source, bring, get_model
 from engram_lab.models.errors import Cancelled, UnknownModelError
-from engram_lab.models.handle import Handle, list_models, open_model
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.listing import list_models
 from tests.models import gguf_file, tiny
 
 NAME = "smollm2-135m"

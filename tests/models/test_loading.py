@@ -19,10 +19,11 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from engram_lab.models import loading
+from engram_lab.models import listing, loading
 from engram_lab.models.engram import EngramConfig, EngramForCausalLM
 from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError
-from engram_lab.models.handle import Handle, list_models, open_model
+from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.listing import list_models
 from tests.models import tiny
 from tests.models.gguf_file import write_llama
 
@@ -35,7 +36,7 @@ def nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     """No hub, an empty cache, and no shipped models but those a test puts there."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(loading, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(listing, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "own"))
     yield
 
@@ -139,8 +140,8 @@ def test_the_cache_folder_is_where_the_platform_keeps_such(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("engram_lab.models.loading.sys.platform", platform)
-    assert loading.cache_folder() == Path(wanted).expanduser()
+    monkeypatch.setattr("engram_lab.models.listing.sys.platform", platform)
+    assert listing.cache_folder() == Path(wanted).expanduser()
 
 
 def test_a_hub_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:

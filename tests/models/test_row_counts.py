@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from engram_lab.models import loading, row_counts
+from engram_lab.models import listing, row_counts
 from engram_lab.models.data import prepare
 from engram_lab.models.engram import EngramForCausalLM
 from engram_lab.models.errors import DataError, LabError
@@ -67,7 +67,7 @@ def test_the_narrowest_type_that_holds_all(counts: RowCounts, tmp_path: Path, la
 def test_shipped_counts_are_found_by_the_fingerprint(
     counts: RowCounts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "SHIPPED", tmp_path / "models")
+    monkeypatch.setattr(listing, "SHIPPED", tmp_path / "models")
     assert row_counts.shipped(counts.fingerprint) is None
     folder = tmp_path / "row_hits"
     folder.mkdir()
@@ -154,7 +154,7 @@ def test_the_counts_that_ship_are_of_the_model_that_ships() -> None:
     handle = open_model("engram-mini", device="cpu")
     counts = row_counts.shipped(handle.fingerprint)
     assert counts is not None
-    said = json.loads((loading.SHIPPED / "engram-mini" / "training.json").read_text())
+    said = json.loads((listing.SHIPPED / "engram-mini" / "training.json").read_text())
     assert counts.tokens == said["tokens"]
     for layer, memory in zip(handle.engram_layers, handle.model.model.memories(), strict=True):
         hits, distinct = counts.hits[layer], counts.ngrams[layer]

@@ -15,7 +15,7 @@ from engram_lab.lab.app import runner
 from engram_lab.lab.ask import texts
 from engram_lab.lab.command import card
 from engram_lab.lab.fronts import lens_figures, lens_summaries
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.probes import logit_lens, tuned_lens
@@ -30,7 +30,7 @@ LONG = "the old mill and the river " * 12
 
 @pytest.fixture(autouse=True)
 def lab_of_tiny_models(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(loading, "SHIPPED", shipped)
+    monkeypatch.setattr(listing, "SHIPPED", shipped)
     monkeypatch.setattr(card, "MODELS", shipped)
     monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "cache"))
     yield
@@ -236,7 +236,7 @@ def test_a_split_target_names_its_ids(lens: AppTest, pair: list[Handle]) -> None
 
 
 def test_no_models_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "SHIPPED", tmp_path)
+    monkeypatch.setattr(listing, "SHIPPED", tmp_path)
     monkeypatch.setattr(card, "MODELS", tmp_path)
     monkeypatch.setattr(runner, "model_names", lambda: [])
     at = clean(app())

@@ -17,7 +17,7 @@ from engram_lab.lab.app import runner
 from engram_lab.lab.command.main import build_parser, main
 from engram_lab.lab.fronts import cka as front
 from engram_lab.lab.fronts import cka_figures, export
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.probes import cka
@@ -44,7 +44,7 @@ PLAIN = (
 
 @pytest.fixture(autouse=True)
 def lab_of_tiny_models(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(loading, "SHIPPED", shipped)
+    monkeypatch.setattr(listing, "SHIPPED", shipped)
     yield
     st.cache_resource.clear()
 

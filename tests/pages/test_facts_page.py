@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import texts
 from engram_lab.lab.fronts import facts_figures, front
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.errors import DataError
 from engram_lab.models.handle import Handle, open_model
 from engram_lab.models.memory import Edit, addresses, read_memory
@@ -46,7 +46,7 @@ def lab_of_tiny_models(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     persona = tmp_path / "persona.jsonl"
     persona.write_text(facts_files.written(FACTS), encoding="utf-8")
     monkeypatch.setattr(facts_files, "PERSONA", persona)
-    monkeypatch.setattr(loading, "SHIPPED", models)
+    monkeypatch.setattr(listing, "SHIPPED", models)
     monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "cache"))
     facts_files.persona.cache_clear()
     yield

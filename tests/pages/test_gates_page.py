@@ -18,7 +18,7 @@ from engram_lab.lab.ask import texts
 from engram_lab.lab.command import card
 from engram_lab.lab.fronts import gates_figures, gates_summaries
 from engram_lab.lab.fronts.export import command_line
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.handle import Handle
 from engram_lab.probes import gates
 from engram_lab.probes.gates import GatesConfig
@@ -33,7 +33,7 @@ PROMPT = texts.examples()[0]["prompt"]
 
 @pytest.fixture(autouse=True)
 def lab_of_tiny_models(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(loading, "SHIPPED", shipped)
+    monkeypatch.setattr(listing, "SHIPPED", shipped)
     monkeypatch.setattr(card, "MODELS", shipped)
     yield
     st.cache_resource.clear()
@@ -235,7 +235,7 @@ def test_of_two_memories_one_is_shown(
     other.model.layers[1].memory.key.weight.data.neg_()
     other.save_pretrained(tmp_path / "models" / "engram-other")
     tokenizer.save_pretrained(tmp_path / "models" / "engram-other")
-    monkeypatch.setattr(loading, "SHIPPED", tmp_path / "models")
+    monkeypatch.setattr(listing, "SHIPPED", tmp_path / "models")
     at = clean(opened(against="engram-other"))
     before = heat(at)
     after = heat(change(at, "selectbox", "of", "engram-other"))

@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 
 from engram_lab.lab.app import runner
 from engram_lab.lab.draw import hash_steps
-from engram_lab.models import loading, ngrams
+from engram_lab.models import listing, ngrams
 from engram_lab.models.canonical import canonical_map
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import open_model
@@ -161,7 +161,7 @@ def test_without_a_memory_the_example_still_works(page: AppTest) -> None:
 
 def test_without_any_model_the_example_still_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "list_models", lambda: [])
-    monkeypatch.setattr(loading, "SHIPPED", tmp_path)
+    monkeypatch.setattr(listing, "SHIPPED", tmp_path)
     at = open_page("hash")
     assert "No model is chosen" in sentence(at) and PUBLISHED in outcomes(at)[-1]
 

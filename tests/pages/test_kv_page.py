@@ -18,7 +18,7 @@ from engram_lab.lab.app import runner
 from engram_lab.lab.ask import scenarios
 from engram_lab.lab.command.main import build_parser
 from engram_lab.lab.fronts import front
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.pages import kv_edits, kv_runs
@@ -65,7 +65,7 @@ def lab_of_tiny_models(
     library = tmp_path / "library.jsonl"
     library.write_text(scenarios.written((look, rule)), encoding="utf-8")
     monkeypatch.setattr(scenarios, "LIBRARY", library)
-    monkeypatch.setattr(loading, "SHIPPED", shipped)
+    monkeypatch.setattr(listing, "SHIPPED", shipped)
     monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "cache"))
     scenarios.library.cache_clear()
     yield

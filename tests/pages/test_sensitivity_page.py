@@ -17,7 +17,7 @@ from engram_lab.lab.ask.texts import items_of, shipped_sets
 from engram_lab.lab.command.main import build_parser
 from engram_lab.lab.fronts import export
 from engram_lab.lab.fronts import sensitivity as front
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.errors import DataError
 from engram_lab.models.handle import Handle
 from engram_lab.probes import sensitivity
@@ -32,7 +32,7 @@ READING = '{"context": "The mill is old.", "prompt": "The mill is", "answer": "o
 
 @pytest.fixture(autouse=True)
 def lab_of_tiny_models(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(loading, "SHIPPED", shipped)
+    monkeypatch.setattr(listing, "SHIPPED", shipped)
     yield
     st.cache_resource.clear()
 

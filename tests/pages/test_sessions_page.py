@@ -13,7 +13,7 @@ from streamlit.testing.v1 import AppTest
 from engram_lab.lab.app import reopened, runner
 from engram_lab.lab.command import card
 from engram_lab.lab.sessions import Store, archive, difference, open_store
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.handle import Handle
 from engram_lab.probes import logit_lens
 from engram_lab.probes.logit_lens import LensConfig
@@ -26,7 +26,7 @@ PROMPT = "the old mill <b> $5 _x_"
 
 @pytest.fixture(autouse=True)
 def lab_of_tiny_models(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(loading, "SHIPPED", shipped)
+    monkeypatch.setattr(listing, "SHIPPED", shipped)
     monkeypatch.setattr(card, "MODELS", shipped)
     monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("ENGRAM_LAB_DATA", str(tmp_path / "data"))
@@ -197,7 +197,7 @@ def test_a_session_goes_out_and_comes_back(store: Store, tmp_path: Path) -> None
 def test_without_its_model_a_run_is_still_shown(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept_lens()
     (session,) = store.sessions()
-    monkeypatch.setattr(loading, "SHIPPED", tmp_path / "nothing")
+    monkeypatch.setattr(listing, "SHIPPED", tmp_path / "nothing")
     st.cache_resource.clear()
     at = app().switch_page(SESSIONS).run()
     clean(at.button(key=f"choose_{session.id}").click().run())

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from engram_lab.models import loading, row_counts
+from engram_lab.models import listing, row_counts
 from engram_lab.models.canonical import canonical_map
 from engram_lab.models.engram import EngramConfig, EngramForCausalLM
 from engram_lab.models.errors import Cancelled, DataError, LabError, PromptError
@@ -240,7 +240,7 @@ def test_training_hits_of_a_file_and_of_what_ships(
     replace(counts, fingerprint="0" * 16).save(tmp_path / "other.safetensors")
     with pytest.raises(DataError, match="counts of the model 0000000000000000, and tiny is"):
         rows.run([handle], config(counts=str(tmp_path / "other.safetensors")))
-    monkeypatch.setattr(loading, "SHIPPED", tmp_path / "models")
+    monkeypatch.setattr(listing, "SHIPPED", tmp_path / "models")
     (tmp_path / "row_hits").mkdir()
     counts.save(tmp_path / "row_hits" / "tiny.safetensors")
     assert rows.run([handle], config(text=TEXT[:3])).result == named

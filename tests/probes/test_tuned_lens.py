@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engram_lab.models import loading
+from engram_lab.models import listing, loading
 from engram_lab.models.errors import CheckpointError, DataError, LabError
 from engram_lab.models.handle import Handle
 from engram_lab.probes import tuned_lens
@@ -248,7 +248,7 @@ def test_the_users_own_translators_go_before_those_beside_the_weights(
     folder = tmp_path / "models" / "mine"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    monkeypatch.setattr(loading, "SHIPPED", tmp_path / "models")
+    monkeypatch.setattr(listing, "SHIPPED", tmp_path / "models")
     fingerprints = []
     for name in ("mine", str(folder)):
         loaded = loading.load(loading.resolve(name), torch.device("cpu"), None, False)

@@ -10,13 +10,13 @@ import streamlit as st
 
 from engram_lab.lab.app import open_models, runner
 from engram_lab.lab.app.open_models import Settings
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 
 
 @pytest.fixture(autouse=True)
 def one_place(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(loading, "SHIPPED", shipped)
+    monkeypatch.setattr(listing, "SHIPPED", shipped)
     monkeypatch.setattr(open_models, "_settings", Settings("cpu", None, 1))
     st.cache_resource.clear()
     yield

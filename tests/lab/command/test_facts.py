@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from engram_lab.lab.command import facts as facts_command
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import open_model
 from engram_lab.models.overlay import Fact, load_overlay, prepare
@@ -30,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, shipped: Path, tokenizer: P
 
 @pytest.fixture(autouse=True)
 def lab(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "SHIPPED", models)
+    monkeypatch.setattr(listing, "SHIPPED", models)
 
 
 def command(*words: Any) -> int:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engram_lab.lab.command import lens as lens_command
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.handle import open_model
 from engram_lab.probes import logit_lens, tuned_lens
 from engram_lab.probes.logit_lens import LensConfig
@@ -24,8 +24,8 @@ RUN = """
 import argparse, sys
 from pathlib import Path
 from engram_lab.lab import lens_command
-from engram_lab.models import loading
-loading.SHIPPED = Path(sys.argv.pop(1))
+from engram_lab.models import listing
+listing.SHIPPED = Path(sys.argv.pop(1))
 parser = argparse.ArgumentParser()
 lens_command.add_arguments(parser)
 try:
@@ -38,7 +38,7 @@ except KeyboardInterrupt:
 @pytest.fixture(autouse=True)
 def lab(tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny models as the shipped ones, and a cache of this test's own."""
-    monkeypatch.setattr(loading, "SHIPPED", shipped)
+    monkeypatch.setattr(listing, "SHIPPED", shipped)
     monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "cache"))
 
 
@@ -73,7 +73,7 @@ def test_the_lens_finds_what_was_fitted(text: Path, tmp_path: Path, capsys: pyte
     lens = logit_lens.run([handle], config).result.models[0]
     assert lens.tuned.fit == made.info and lens.tuned.prompts_in_fit == 1
     # In a folder that is asked for it does not disturb the model that lies there.
-    folder = loading.SHIPPED / "dense-mini"
+    folder = listing.SHIPPED / "dense-mini"
     assert fit("--text", str(text), "--steps", "1", "--tokens", "900", "--out", str(folder)) == 0
     try:
         assert open_model("dense-mini").fingerprint == handle.fingerprint

@@ -175,12 +175,12 @@ def test_an_interrupt_exits_with_130(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_fault_of_ours_is_not_passed_off_as_a_bad_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engram_lab.models import loading
+    from engram_lab.models import listing
 
     def broken() -> Any:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(loading, "list_models", broken)
+    monkeypatch.setattr(listing, "list_models", broken)
     with pytest.raises(ValueError, match="a bug"):
         main(["models"])
 

@@ -17,7 +17,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from engram_lab.lab.command import rows as rows_command
-from engram_lab.models import loading, row_counts
+from engram_lab.models import listing, row_counts
 from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import open_model
 from engram_lab.models.memory import read_memory
@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, shipped: Path, tokenizer: P
 
 @pytest.fixture(autouse=True)
 def lab(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "SHIPPED", models)
+    monkeypatch.setattr(listing, "SHIPPED", models)
 
 
 @pytest.fixture

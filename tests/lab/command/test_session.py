@@ -9,7 +9,7 @@ import pytest
 from engram_lab.lab.command.main import main
 from engram_lab.lab.sessions import open_store
 from engram_lab.lab.sessions.archive import read_archive
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.probes.base import Report
 
 
@@ -30,7 +30,7 @@ def command(
     tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Command:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loading, "SHIPPED", shipped)
+    monkeypatch.setattr(listing, "SHIPPED", shipped)
     return Command(f"sqlite:///{tmp_path / 'store.db'}", capsys)
 
 

@@ -19,7 +19,7 @@ from engram_lab.lab.fronts import facts_alternatives
 from engram_lab.lab.sessions import NewRun, environment, open_store, replay
 from engram_lab.lab.sessions.archive import export_session
 from engram_lab.lab.sessions.replay import Replayed, Replayer
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle, open_model
 from engram_lab.probes import PROBES
@@ -55,7 +55,7 @@ def lab(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a lab of tiny models that a test may change."""
     folder = tmp_path / "models"
     shutil.copytree(shipped, folder)
-    monkeypatch.setattr(loading, "SHIPPED", folder)
+    monkeypatch.setattr(listing, "SHIPPED", folder)
     return folder
 
 

@@ -17,7 +17,7 @@ from engram_lab.lab.fronts import front, report_figures
 from engram_lab.lab.sessions import Store, open_store
 from engram_lab.lab.sessions import report as report_html
 from engram_lab.lab.sessions.report import html_report, markdown
-from engram_lab.models import loading
+from engram_lab.models import listing
 from engram_lab.models.handle import Handle
 from engram_lab.probes import gates, logit_lens, rows
 from engram_lab.probes.base import Report
@@ -178,7 +178,7 @@ def test_tokens_without_their_model_are_ids(store: Store, report: Report, pair: 
 def test_models_are_found_without_being_given(
     store: Store, report: Report, shipped: Path, pair: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "SHIPPED", shipped)
+    monkeypatch.setattr(listing, "SHIPPED", shipped)
     store.save(report, "One")
     with report_html.opened([report]) as found:
         assert sorted(handle.name for handle in found) == ["dense-mini", "engram-mini"]
