@@ -23,7 +23,7 @@ from engram_lab.probes.logit_lens import LensConfig
 RUN = """
 import argparse, sys
 from pathlib import Path
-from engram_lab.lab import lens_command
+from engram_lab.lab.command import lens as lens_command
 from engram_lab.models import listing
 listing.SHIPPED = Path(sys.argv.pop(1))
 parser = argparse.ArgumentParser()
