@@ -7,6 +7,7 @@ import streamlit as st
 
 from engram_lab.lab.app import runner
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.durations import digits
 from engram_lab.lab.fronts import kv_run_figures
 from engram_lab.lab.fronts.kv_compose import AGAIN, LENGTHS
 from engram_lab.lab.fronts.kv_erratum import POLICIES, chain_of
@@ -75,9 +76,9 @@ def erratum(request: Request) -> None:
     st.dataframe(pd.DataFrame(kv_run_figures.errata_table(report)), hide_index=True, height="content")
     if result.timing is not None:
         st.caption(
-            f"The correction behind the cache took {result.timing.append * 1000:.0f} ms, a full prefill "
-            f"{result.timing.full * 1000:.0f} ms (shortest of {result.timing.rounds} runs, {result.timing.threads} "
-            "threads)."
+            f"The correction behind the cache took {digits(result.timing.append * 1000, 0)} ms, a full prefill "
+            f"{digits(result.timing.full * 1000, 0)} ms (shortest of {result.timing.rounds} runs, "
+            f"{result.timing.threads} threads)."
         )
     figure = kv_run_figures.timeline(report, mode)
     if figure is None:

@@ -17,6 +17,7 @@ from engram_lab.lab.app import page, reopened, runner
 from engram_lab.lab.app.open_models import settings
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.durations import digits
 from engram_lab.lab.fronts import export, front
 from engram_lab.lab.sessions import RunInfo, SessionInfo, archive
 from engram_lab.lab.sessions import report as report_html
@@ -271,7 +272,7 @@ def go_to(session: SessionInfo, run: RunInfo) -> None:
 def the_run(session: SessionInfo, n: int, run: RunInfo) -> None:
     """One run in a row; its figure if it is asked for."""
     models = " and ".join(model.name for model in run.models)
-    took = "" if run.seconds is None else f" · {run.seconds:.2g} s"
+    took = "" if run.seconds is None else f" · {digits(run.seconds)} s"
     with st.container(border=True):
         with st.container(horizontal=True, vertical_alignment="center"):
             told = f"{models} · {run.created:%d %b %Y, %H:%M} UTC{took}"

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engram_lab.lab.draw.durations import digits
+
 if TYPE_CHECKING:
     from engram_lab.models.handle import Handle
     from engram_lab.probes.tuned_lens import FitInfo
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         if step in (1, config.steps) or now - told >= EVERY:
             told = now
             curve = " ".join(f"{loss:.2f}" for loss in losses)
-            say(f"step {step} of {config.steps}, {now - began:.0f} s, KL by layer: {curve}")
+            say(f"step {step} of {config.steps}, {digits(now - began, 0)} s, KL by layer: {curve}")
 
     try:
         translators = tuned_lens.fit(handle, text, config, checkpoint, args.resume, report)

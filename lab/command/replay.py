@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engram_lab.lab.draw.durations import digits
+
 if TYPE_CHECKING:
     from engram_lab.lab.sessions.replay import Replayed
     from engram_lab.probes.base import Progress
@@ -86,7 +88,7 @@ def _cells(own: Replayed) -> list[str]:
     notes = [*own.causes, *([f"{own.verdict}: {'; '.join(said)}"] if own.failed else [])]
     if own.verdict == "changed" and not own.causes:
         notes.insert(0, "weights, token ids, versions and machine are the same")
-    seconds = "" if own.seconds is None else f"{own.seconds:.2f}"
+    seconds = "" if own.seconds is None else digits(own.seconds, 2)
     return [str(own.run), own.probe, ", ".join(own.models), own.verdict, largest, seconds, "; ".join(notes)]
 
 

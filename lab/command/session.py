@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.draw.durations import digits
+
 if TYPE_CHECKING:
     from datetime import datetime
 
@@ -118,7 +120,7 @@ def run_show(store: Store, args: argparse.Namespace) -> None:
             run.probe,
             ", ".join(f"{model.name} ({model.device}, {model.dtype})" for model in run.models),
             str(run.seed),
-            "" if run.seconds is None else f"{run.seconds:.2f}",
+            "" if run.seconds is None else digits(run.seconds, 2),
             _moment(run.created),
             ", ".join(run.attachments),
         ]

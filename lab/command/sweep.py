@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags
+from engram_lab.lab.draw.durations import digits
 
 if TYPE_CHECKING:
     from engram_lab.lab.sessions import Store
@@ -194,7 +195,7 @@ def _state(outcome: Outcome) -> str:
         return "failed"
     if outcome.taken:
         return "taken from the session"
-    return "computed" if outcome.run.seconds is None else f"computed in {outcome.run.seconds:.2f} s"
+    return "computed" if outcome.run.seconds is None else f"computed in {digits(outcome.run.seconds, 2)} s"
 
 
 def _warn(found: dict[int, Outcome]) -> None:

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.durations import digits
 from engram_lab.lab.draw.figure import BELOW, bars, list_axis, titled
 from engram_lab.lab.draw.tables import bounds, interval_of
 from engram_lab.lab.draw.theme import PALETTES, Mode
@@ -115,7 +116,7 @@ def table(report: Report) -> list[dict[str, str]]:
         }
         if result.seconds is not None:
             seconds = float(result.seconds[m])
-            row["seconds to write"] = "" if math.isnan(seconds) else f"{seconds:.1f}"
+            row["seconds to write"] = "" if math.isnan(seconds) else digits(seconds)
         found.append(row)
     return found
 

@@ -8,6 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.durations import digits
 from engram_lab.lab.draw.figure import BELOW, level, titled
 from engram_lab.lab.draw.theme import PALETTES, Mode
 from engram_lab.probes.base import Report
@@ -324,7 +325,7 @@ def compose_times(report: Report, mode: Mode = "light") -> go.Figure | None:
             name=name,
             marker={"size": 9, "symbol": _SYMBOL[series % 5]},
             hovertext=[
-                f"<b>{name}</b><br>block of {length} tokens: {value * 1000:.1f} ms"
+                f"<b>{name}</b><br>block of {length} tokens: {digits(value * 1000)} ms"
                 for length, value in zip(lengths, values, strict=True)
             ],
             hoverinfo="text",

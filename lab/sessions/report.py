@@ -22,6 +22,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from engram_lab.lab.draw import durations
 from engram_lab.lab.draw.theme import MONO, PALETTES, SANS
 from engram_lab.lab.fronts import export, front
 from engram_lab.lab.fronts.report_figures import figures_of
@@ -90,6 +91,7 @@ def page_of(session: SessionInfo, reports: Sequence[Report], handles: Sequence[H
         note=Markup(markdown(session.note)),
         runs=runs,
         moment=moment,
+        duration=durations.digits,
         palettes=PALETTES,
         sans=Markup(SANS),
         mono=Markup(MONO),
