@@ -54,6 +54,11 @@ class Handle:
     `model` stays on its device and in its dtype; it is put in eval mode only while it runs. Raises
     CheckpointError if a part of the model is not found, if its final residual through norm and head is not
     bit for bit its logits, or if the bytes of its tokens cannot be told.
+
+        >>> ids = handle.encode("The river")
+        >>> stream = handle.residuals([ids]).states  # [layer, batch, pos, d_model], the embedding first
+        >>> tuple(stream.shape) == (1 + handle.n_layers, 1, len(ids), handle.d_model)
+        True
     """
 
     def __init__(

@@ -35,6 +35,12 @@ class KV:
     ids [batch, pos] int64, the tokens that the positions stand for; positions [pos] int64, where they stand.
     state: only for an Engram, history [batch, 1, pos, (canonical id, reach, position)] int64, then per memory layer
     [batch, 1, pos, d_model]; state_layers are the blocks of the latter.
+
+        >>> from engram_lab.models.kv_runs import continue_from, prefill
+        >>> old, new = (prefill(handle, handle.encode(text)).kv for text in ("The mill is old.", "The sea. is old."))
+        >>> edited = swap(old.first(5), new.first(5), positions=[2, 3])  # what later tokens will read there
+        >>> continue_from(handle, edited, old.ids[:, 5:6]).shape == (1, 1, handle.vocab_size)
+        True
     """
 
     keys: tuple[Tensor, ...]

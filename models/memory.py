@@ -42,6 +42,11 @@ class Edit:
     `closed` [layer, batch, pos] is true where the gate is forced to 0: nothing is read there, neither by the token
     itself nor, through the convolution, by those behind it.
     `overlays` (models.overlay.prepare) are read as if they stood in the tables; a control acts on those.
+
+        >>> ids = [handle.encode("The river runs past the old mill")]
+        >>> without = edited_logits(handle, ids, Edit("off"))  # [batch, pos, vocab]
+        >>> torch.equal(without, handle.residuals(ids).logits)
+        False
     """
 
     control: Control | None = None

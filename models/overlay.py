@@ -189,7 +189,17 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Stack:
-    """Overlays on top of each other: where two hold the same row, the later one's is read."""
+    """Overlays on top of each other: where two hold the same row, the later one's is read.
+
+    >>> rows = LayerRows(torch.tensor([5]), torch.ones(1, 16), torch.tensor([[0, 0]], dtype=torch.int32))
+    >>> fact = Fact("My cat is called", " Tom")
+    >>> maya = Overlay("maya", handle.fingerprint, (fact,), {1: rows}, "by hand", {})
+    >>> stack = Stack((maya,))
+    >>> with prepare(handle, stack).applied():  # every forward inside reads ones in row 5 of block 1
+    ...     logits = handle.residuals([handle.encode("My cat is called")]).logits
+    >>> stack.without("maya", fact)
+    Stack(overlays=())
+    """
 
     overlays: tuple[Overlay, ...] = ()
 
