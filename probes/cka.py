@@ -17,21 +17,12 @@ import torch
 
 from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle
-from engram_lab.probes import cka_math
+from engram_lab.probes import cka_math, definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
 from engram_lab.probes.points import ENTITY, LAST, POINTS, choose
 
 # One sentence for each figure, to print beside it.
-DEFINITIONS = {
-    "cka": "Linear CKA with the unbiased HSIC of Song et al. (2012) over all points; near 0 it can be negative.",
-    "biased": "Linear CKA with the biased HSIC, as much of the literature has it: too high for few points.",
-    "alignment": "CKA-weighted mean of the block numbers of the other model's 5 most similar layers (embed is -1); a "
-    "negative CKA has weight 0.",
-    "lead": "Half of (alignment of A's layer in B, minus alignment of B's same layer in A): how many blocks deeper A's "
-    "layer looks. The pull of the mean of 5 towards the middle is in both and cancels.",
-    "interval": "95 % percentiles over resamples of the sentences, drawn whole and with replacement; each HSIC follows "
-    "the sentences' shares in it (first order), as copies of a sentence must not be paired with each other.",
-}
+DEFINITIONS = definitions.CKA
 CHUNK = 1024  # points in a product
 BATCH_TOKENS = 512  # in a forward; more only if one sentence has more
 SPOOL_BYTES = 2**28  # points of a model kept in memory; what is more goes to a temporary file

@@ -21,6 +21,7 @@ from engram_lab.models.engram import gate_ceiling
 from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle, single_token
 from engram_lab.models.memory import CONTROLS, Edit, MemoryRead, check_edit, memories, read_memory
+from engram_lab.probes import definitions
 from engram_lab.probes.attribution import Attribution, KnockOut, attribution, knock_out, parts, targets_of
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, arrays_of
 from engram_lab.probes.gate_statistics import Ngram, canonical_map, learned_ceilings, ranking, spearman, token_text
@@ -28,23 +29,7 @@ from engram_lab.probes.lens_math import lens_statistics
 from engram_lab.probes.logit_lens import mean_interval, resample_weights, scalar_fields, spans_of
 
 # One sentence for each figure, to print beside it.
-DEFINITIONS = {
-    "gate": "gate(s), s = <RMSNorm(W_K e), RMSNorm(h)> / sqrt(d): how far the memory opens, 0 to 1.",
-    "ceiling": "The largest gate at this width if the norms' weights were 1: |s| <= sqrt(d).",
-    "ceiling_learned": "The bound with the norms' own weights: |s| <= sqrt(d) max|w_K w_Q|.",
-    "written_norm": "Length of what the memory adds to the residual stream.",
-    "residual_norm": "Length of the residual stream that the memory reads and adds to.",
-    "attribution": "What each part of the last residual gives the target's logit, the final norm's scale kept.",
-    "knock_out": "The target's logit with one gate shut at one position minus as it is; below 0 the memory helped.",
-    "rank_correlation": "Spearman's correlation over positions of the gate with the control and without.",
-    "shuffled": "Each head reads another row of its own table, by one fixed permutation.",
-    "zeroed": "Every row read is zero: the gate goes to its value at s = 0, and nothing is written.",
-    "one_row": "Every n-gram reads the first row of its head, as if each table had one row.",
-    "off": "The gate is 0 and nothing is written: the same logits as zeroed rows, by construction.",
-    "mean_kl": "KL(p_final || p_layer) of the logit lens, of the model as it ran: its own final prediction.",
-    "mean": "Means are over all positions of all prompts except a special token that leads a prompt.",
-    "interval": "95 % percentile bootstrap over prompts, which are drawn whole; for a change in pairs.",
-}
+DEFINITIONS = definitions.GATES
 BINS = 20
 
 

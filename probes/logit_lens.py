@@ -16,24 +16,14 @@ import torch
 
 from engram_lab.models.errors import AlignmentError, LabError, PromptError
 from engram_lab.models.handle import Handle, single_token
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Progress, Protocol, Record, Report, arrays_of
 from engram_lab.probes.lens_math import LensStatistics, lens_statistics
 from engram_lab.probes.lens_result import Alignment, Difference, LensResult, ModelLens, TunedReading
 from engram_lab.probes.tuned_lens import Translators, find, open_translators
 
 # One sentence for each figure, to print beside it.
-DEFINITIONS = {
-    "kl": "KL(p_final || p_layer) in nats: float32 softmax of the residual after final norm and head.",
-    "entropy": "Entropy of the layer's prediction, in nats.",
-    "top_ids": "The tokens with the largest logits, equals by rising id.",
-    "target_rank": "How many tokens have a larger logit than the target; 0 is top.",
-    "settle_depth": "The first layer from which the most likely token stays the final one.",
-    "tuned": "The same figures of the residual h after its layer's translator, h + A h + b, fitted on other text.",
-    "mean_final_entropy": "Mean entropy of the model's own prediction: KL is relative to it.",
-    "next_token_loss": "Cross-entropy of the model's own prediction with the prompt's next token, in nats.",
-    "mean": "Means are over all positions of all prompts except a special token that leads a prompt.",
-    "interval": "95 % percentile bootstrap over prompts, which are drawn whole; for two models in pairs.",
-}
+DEFINITIONS = definitions.LENS
 MAX_TOP_K = 100
 TOGETHER = 512  # tokens: prompts of one length share a forward up to this
 

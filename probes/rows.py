@@ -26,22 +26,12 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.memory import memories, read_memory
 from engram_lab.models.ngrams import Ngrams
 from engram_lab.models.row_counts import RowCounts
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
 from engram_lab.probes.row_usage import Usage, usage
 
 # One sentence for each figure, to print beside it.
-DEFINITIONS = {
-    "row": "The mix of the canonical ids modulo the head's prime: the row within the head.",
-    "hits": "How often a row is read over a text, once for each position whose n-gram addresses it.",
-    "shared": "The other distinct n-grams of the brought text that address the same row of the same head.",
-    "says": "Logits that a row adds on the direct path with the gate fully open, at the final norm's scale at this "
-    "position, less their mean over the vocabulary.",
-    "came_through": "The same for the sum of all rows of the position, times its gate, without the convolution.",
-    "coverage": "Share of a head's rows that the text's n-grams address.",
-    "collisions": "Share of the text's distinct n-grams that share their row of the head with another.",
-    "spread": "Variance of the distinct n-grams a row over their mean: 1 if they fall evenly, more if they crowd.",
-    "expected": "Mean and standard deviation if each distinct n-gram drew its row evenly and independently.",
-}
+DEFINITIONS = definitions.ROWS
 MAX_TOP_K, MAX_SHARED = 100, 1000
 
 

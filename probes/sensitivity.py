@@ -19,16 +19,11 @@ import torch
 from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import Edit, check_edit, edited_logits
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
 from engram_lab.probes.gates import edit_of
 
-DEFINITIONS = {
-    "loss": "Cross-entropy in nats a token, over the tokens of the answers (of the whole text where there is none).",
-    "change": "Loss with the change minus loss as it is, on the same tokens; above 0 the memory is needed.",
-    "contrast": "Change on the first set minus change on this one; above 0 the first set needs the memory more.",
-    "top": "Share of items whose answer's first token is the model's most likely one.",
-    "interval": "95 % percentile bootstrap over items, drawn whole, each set by itself; for changes in pairs.",
-}
+DEFINITIONS = definitions.SENSITIVITY
 INTACT = "as it is"
 BATCH_TOKENS = 2048
 

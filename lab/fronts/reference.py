@@ -1,7 +1,7 @@
 """The reference of every probe: what it asks, its formula, symbols, sources, controls and limits, and its command.
 
 One source for the Reference page and for what stands under a chart of any page: `shown` gives a page its formula and
-text. A probe without a text of its own there is explained by its module's DEFINITIONS.
+text. A probe without a text of its own there is explained by its DEFINITIONS.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from engram_lab.lab.fronts.entry import Entry
 from engram_lab.lab.fronts.reference_cache import CACHE
 from engram_lab.lab.fronts.reference_facts import FACTS
 from engram_lab.lab.fronts.reference_layers import LAYERS
-from engram_lab.probes import running
+from engram_lab.probes.definitions import OF
 
 ENTRIES: dict[str, Entry] = {name: (LAYERS | CACHE | FACTS)[name] for name in FRONTS}
 
 
 def definitions(probe: str) -> dict[str, str]:
-    """What each figure of a result is, as its module says: name -> text."""
-    found: dict[str, str] = running.module_of(probe).DEFINITIONS
-    return found
+    """What each figure of a result is: name -> text."""
+    return OF[probe]
 
 
 def defined(probe: str) -> str:

@@ -21,9 +21,8 @@ from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import Edit, memories, read_memory
 from engram_lab.models.overlay import Overlay, check_overlay, prepare
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
-from engram_lab.probes.facts import locality as fact_locality
-from engram_lab.probes.facts import sets
 from engram_lab.probes.facts.addresses import EditedReads, alias_items
 from engram_lab.probes.facts.locality import Locality, locality
 from engram_lab.probes.facts.sets import (
@@ -46,15 +45,7 @@ from engram_lab.probes.facts.sets import (
 from engram_lab.probes.facts.writing import WriteReport
 from engram_lab.probes.gate_statistics import learned_ceilings
 
-DEFINITIONS = sets.DEFINITIONS | fact_locality.DEFINITIONS | {
-    "gate": "The gate at the trigger's position; the ceiling is sigmoid(d^(1/4)), or sigmoid(sqrt d), "
-    "with norm weights of 1, and as the learned weights allow.",
-    "cos_value": "Cosine of what the memory writes at the trigger with W_V e: 1 unless the convolution turns it.",
-    "cos_output": "Cosine of it with the gradient of the answer's first logit in the last residual, which is the "
-    "answer's row of the head seen through the final norm.",
-    "composition": "A prompt whose answer needs the fact and another one.",
-    "alias top-1": "How often other prompts at a fact's address say its answer: that they do is no success.",
-}  # fmt: skip
+DEFINITIONS = definitions.CHECK
 
 
 @dataclass(frozen=True, eq=False)

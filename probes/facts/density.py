@@ -17,6 +17,7 @@ import numpy as np
 from engram_lab.models.errors import DataError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Overlay, Stack, prepare
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
 from engram_lab.probes.facts.addresses import address_groups
 from engram_lab.probes.facts.sets import (
@@ -35,17 +36,7 @@ from engram_lab.probes.facts.sets import (
 )
 from engram_lab.probes.facts.writing import encode_facts
 
-DEFINITIONS = {
-    "top1": "Share of facts whose answer the model says, written with so many others.",
-    "free": "The same over facts that share their address with no other answer of their group.",
-    "lost_alias": "Facts not said that have an alias: one vector for two answers, not always told apart.",
-    "lost_other": "Facts not said that have none.",
-    "disjoint": "Two users with half of the facts each, on top of each other.",
-    "overlapping": "The second user has the first one's triggers with other answers.",
-    "conflicts": "Rows that the two give different vectors; the upper one's is read.",
-    "own": "Both in one batch, each prompt with its own user's rows only.",
-    "interval": "95 % percentile bootstrap over facts. None for a single one.",
-}
+DEFINITIONS = definitions.DENSITY
 SIZES = (1, 2, 5, 10, 20, 50)
 
 

@@ -22,27 +22,13 @@ from torch import Tensor
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import addresses, memories
 from engram_lab.models.overlay import Overlay, Patch, prepare
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Record
 from engram_lab.probes.facts.addresses import EditedReads, address_groups
 from engram_lab.probes.facts.sets import StatedFact, batches, before_and_after, encoded, kl, logits_of, recall_items
 
 DISTANCES = 16  # the trigger's position and 15 behind it
-DEFINITIONS = {
-    "unaddressed": "Whole texts that read no edited row: every logit is the same.",
-    "before": "Positions of a fact's own sentence before it reads an edited row: the same (causality alone does that).",
-    "after": "Positions behind the trigger: expected to change, by attention and convolution; measured, not hidden.",
-    "aliases": "Other prompts whose last tokens address the very same rows: they change too.",
-    "partial": "Texts that read some edited rows without being a trigger: by an n-gram that a fact has too, or because "
-    "another n-gram hashes to the same row.",
-    "undo table": "SHA-256 of every table, before anything was applied and after everything was removed.",
-    "undo logits": "The facts' sentences after all facts were removed, one after another: every logit as before.",
-    "undo one fact": "Each fact removed by itself: its trigger's logits are those from before, where it reads no row "
-    "that another fact still has.",
-    "others stay": "The same overlays at the trigger of the next fact: as with all facts, where it reads none of the "
-    "rows that went.",
-    "other users": "A batch of this user, nobody, and another user with other vectors in the same rows, at each "
-    "prompt in turn: each as in a batch that is all theirs.",
-}
+DEFINITIONS = definitions.LOCALITY
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from torch import Tensor
 from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Fact, Overlay, Patch, Stack, prepare
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Record
 from engram_lab.probes.facts.writing import METHODS, WriteReport, encode_facts, write_facts
 from engram_lab.probes.gate_statistics import token_text
@@ -26,18 +27,7 @@ Edits = Patch | Sequence[Overlay | Stack | None]
 MAX_STEPS, MAX_RATE = 1000, 1000
 BATCH_TOKENS, BATCH_LOGITS = 2048, 1 << 24  # of a forward, with its padding
 
-DEFINITIONS = {
-    "top-1": "Share of facts whose answer the model says: each token of it is the likeliest, given those before.",
-    "top-5": "The same with each token among the five likeliest.",
-    "probability": "Mean probability of the whole answer.",
-    "efficacy": "Share of facts whose answer's first token is likelier than the rival: the token, other than it, that "
-    "was likeliest before writing (ROME's efficacy score; an invented person has no true answer to be the rival).",
-    "paraphrase": "Efficacy at other wordings of the facts, each with its own rival.",
-    "specificity": "Share of neighbours, prompts about something else with an answer of their own, where that answer's "
-    "first token is likelier than the fact's (ROME's neighbourhood score); not told where the two are one token.",
-    "same answer": "Share of neighbours whose likeliest next token is the one from before.",
-    "interval": "95 % percentile bootstrap over facts, drawn whole with all their items.",
-}
+DEFINITIONS = definitions.FACTS
 
 
 @dataclass(frozen=True, eq=False)

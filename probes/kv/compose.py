@@ -23,6 +23,7 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV, splice
 from engram_lab.models.kv_runs import Prefill, check_kv, prefill, recompute
 from engram_lab.models.rotary import Rotary, find_rotary, move
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
 from engram_lab.probes.kv.append import ROUNDS, Timing, behind, seconds
 from engram_lab.probes.kv.scenario import texts_of
@@ -38,16 +39,7 @@ BLOCK = (
 )
 SUFFIX = "The ferry Marta is moored at pier"
 ANSWERS = (" three", " two", " four", " one")
-DEFINITIONS = {
-    "cosine": "Cosine of the logits at the suffix's last token with those of the full prefill, whole vocabulary.",
-    "kl": "KL(full prefill || composed) in nats over the whole vocabulary.",
-    "same_top": "The most likely token is that of the full prefill.",
-    "same_decision": "The likeliest of the given answers (their first tokens) is that of the full prefill.",
-    "computed": "Tokens that run at the time of the request; a full prefill runs all.",
-    "seconds": "Rotating the block's keys, splicing, running K tokens of it and the suffix; both caches are there.",
-    "full": "A prefill of prefix, block and suffix from nothing.",
-    "continued": "A prefill of block and suffix behind the prefix's cache, which needs no composing at all.",
-}
+DEFINITIONS = definitions.COMPOSE
 KINDS = ("moved", "all", "unrotated", "left out")
 
 

@@ -19,17 +19,11 @@ from torch import Tensor
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV, KVEdit, swap_each
 from engram_lab.models.kv_runs import continue_from, prefill
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Record
 from engram_lab.probes.kv.scenario import Pair, texts_of
 
-DEFINITIONS = {
-    "score": "Logit of the new answer's first token minus that of the old answer's, at the last token.",
-    "recovery": "(edited score - old score) / (new score - old score): 0 is the old prompt's run, 1 the new one's.",
-    "flip": "Whether the leader of the two answers is another one than in the old prompt's clean run.",
-    "cosine": "Cosine of the edited run's logits with the reference's, over the whole vocabulary.",
-    "kl": "KL(reference || edited) in nats over the whole vocabulary.",
-    "oracle": "The new answer leads the old one in the new prompt's clean run, and the old one in the old prompt's.",
-}
+DEFINITIONS = definitions.EFFECTS
 BUDGET = 2**28  # bytes of caches in one batch; a constant, as the batch's shape decides the last bits
 
 

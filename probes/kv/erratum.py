@@ -22,8 +22,8 @@ from engram_lab.models.errors import LabError, TargetError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV
 from engram_lab.models.kv_runs import check_kv, prefill
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
-from engram_lab.probes.kv import effects as kv_effects
 from engram_lab.probes.kv.append import ROUNDS, Added, Timing, added, seconds
 from engram_lab.probes.kv.effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.scenario import Pair, Scenario, answer_ids, prepare, prompt_ids
@@ -31,17 +31,7 @@ from engram_lab.probes.kv.swap import check_request, one_of
 
 VALUE, BEFORE = "{value}", "{before}"
 SAID = ("nothing", "erratum", "irrelevant", "wrong", "new prompt")
-DEFINITIONS = kv_effects.DEFINITIONS | {
-    "nothing": "The end of the question once more behind the old prompt, with no correction: a control.",
-    "new prompt": "The same behind the new prompt's cache: what a full prefill of the corrected prompt would answer.",
-    "recovery": "(score - old score) / (new score - old score), the clean runs being of the prompts as they are.",
-    "kl": "KL(new prompt's clean run || this run) in nats over the whole vocabulary.",
-    "cosine": "Cosine of the run's logits with those of the new prompt's clean run, over the whole vocabulary.",
-    "computed": "Tokens that run. A full recompute runs all tokens of the corrected prompt.",
-    "served": "Tokens that come from the cache.",
-    "right": "The answer that is due has the largest probability of the answers that are compared.",
-    "share": "Tokens served from the cache / (served + computed), all corrections so far together.",
-}
+DEFINITIONS = definitions.ERRATUM
 
 
 @dataclass(frozen=True, eq=False)

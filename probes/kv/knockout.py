@@ -20,8 +20,8 @@ from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV, KVEdit, blank_each, swap_each
 from engram_lab.models.kv_runs import check_kv, continue_from, prefill
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
-from engram_lab.probes.kv import effects as kv_effects
 from engram_lab.probes.kv.effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.scenario import Pair, Scenario, prepare, texts_of
 from engram_lab.probes.kv.swap import check_request, one_of
@@ -33,17 +33,7 @@ UNRELATED = (
     "had set up her wheel under the clock, and the baker's boy ran from stall to stall with a tray of rolls. By noon "
     "it rained a little, and nobody minded. The band played under the arches until the lamps were lit."
 )
-DEFINITIONS = kv_effects.DEFINITIONS | {
-    "margin": "Logit of the right answer's first token minus that of the other answer's; below 0 the answer is wrong.",
-    "kl": "KL(clean || knocked out) in nats over the whole vocabulary.",
-    "cosine": "Cosine of the knocked-out run's logits with the clean run's, over the whole vocabulary.",
-    "kept": "The right answer still leads the other, and is still the most likely token if it was in the clean run.",
-    "notes": "Tokens behind the field that are punctuation or a line end and nothing else, or special.",
-    "zero": "K and V are 0: the position gets attention as a key of no direction would, and gives nothing.",
-    "mean": "K and V are their means over all positions of the cache, keys as cached.",
-    "random": "K and V are drawn from normal distributions with the mean and spread of each entry over positions.",
-    "unrelated": "K and V of another text at the same positions.",
-}
+DEFINITIONS = definitions.KNOCKOUT
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KVEdit
 from engram_lab.models.kv_runs import check_kv
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
-from engram_lab.probes.kv import effects as kv_effects
 from engram_lab.probes.kv.effects import (
     Oracle,
     differing,
@@ -32,10 +32,7 @@ from engram_lab.probes.kv.effects import (
 from engram_lab.probes.kv.scenario import Pair, Scenario, prepare
 from engram_lab.probes.kv.swap import check_request, one_of
 
-DEFINITIONS = kv_effects.DEFINITIONS | {
-    "kl": "KL(donor || edited) in nats over the whole vocabulary, donor being the new prompt's clean run.",
-    "groups": "Neighbouring layers swapped together, in groups as equal as can be; each layer by itself if 0.",
-}
+DEFINITIONS = definitions.MAP
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,8 +23,8 @@ from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import stack, swap
 from engram_lab.models.kv_runs import check_kv, continue_from, generate
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
-from engram_lab.probes.kv import effects as kv_effects
 from engram_lab.probes.kv.append import behind, closing, tail
 from engram_lab.probes.kv.effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.scenario import Pair, Scenario, prepare
@@ -32,16 +32,7 @@ from engram_lab.probes.kv.swap import check_request, one_of
 
 SOURCES = ("old", "field", "new")
 CUE = "\nBefore the answer, once more what the text says:"
-DEFINITIONS = kv_effects.DEFINITIONS | {
-    "recovery": (
-        "(score - old score) / (new score - old score), all after as many written tokens, each source having written "
-        "its own: 0 is the old prompt's cache after k tokens, 1 the new prompt's. 'direct' is without cue and question."
-    ),
-    "flip": "Whether the leader of the two answers is another one than from the old cache after as many tokens.",
-    "kl": "KL(new || this source) in nats over the whole vocabulary, after as many written tokens.",
-    "cosine": "Cosine of the source's logits with those of the new cache after as many tokens.",
-    "holds": "After k tokens the old cache still gives the old answer, and the new cache the new one.",
-}
+DEFINITIONS = definitions.REASONING
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,8 @@ from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KVEdit, blank_each
 from engram_lab.models.kv_runs import check_kv, continue_from
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
-from engram_lab.probes.kv import effects as kv_effects
-from engram_lab.probes.kv import knockout
 from engram_lab.probes.kv.effects import edited, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.knockout import answer_kept, notes
 from engram_lab.probes.kv.scenario import Pair, Scenario, prepare
@@ -30,14 +29,7 @@ EDITS = ("field", "downstream", "notes", "notes zero", "downstream zero", "notes
 SWAPS = EDITS[:3]
 ALL = "all kinds"
 FEWEST = 3  # scenarios for a word on a kind
-DEFINITIONS = kv_effects.DEFINITIONS | {
-    "recovery": kv_effects.DEFINITIONS["recovery"] + " Of swaps.",
-    "flip": "Of a swap, whether the new answer takes the lead; of a knock-out, whether the right answer is lost.",
-    "lost": "Not kept: " + knockout.DEFINITIONS["kept"],
-    "notes": knockout.DEFINITIONS["notes"],
-    "contrast": "Recovery of the field alone minus that of everything behind it; below 0 the claim holds.",
-    "interval": "95 % percentile bootstrap over scenarios, drawn whole; for contrasts in pairs. None for a single one.",
-}
+DEFINITIONS = definitions.SCENARIOS
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,8 @@ from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import PARTS, KVEdit, swap
 from engram_lab.models.kv_runs import check_kv, continue_from
+from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
-from engram_lab.probes.kv import effects as kv_effects
 from engram_lab.probes.kv.effects import (
     Clean,
     Effects,
@@ -34,12 +34,7 @@ from engram_lab.probes.kv.effects import (
 )
 from engram_lab.probes.kv.scenario import ALIGN, Pair, Scenario, prepare
 
-DEFINITIONS = kv_effects.DEFINITIONS | {
-    "kl": "KL(donor || edited) in nats over the whole vocabulary, donor being the new prompt's clean run.",
-    "cosine": "Cosine of the edited run's logits with the donor's, over the whole vocabulary.",
-    "best": "The k positions that alone recover most: chosen on the same run, so an upper end and no forecast.",
-    "random": "k positions drawn without replacement from those behind the field, several times.",
-}
+DEFINITIONS = definitions.SWAP
 
 
 @dataclass(frozen=True, eq=False)
