@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from engram_lab.lab.app import page, reopened, runner
-from engram_lab.lab.app.open_models import settings
+from engram_lab.lab.app.settings import settings
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.durations import digits

@@ -8,56 +8,24 @@ together. A model in use is never closed.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from engram_lab.lab.app import shortage
 from engram_lab.lab.app.line import TICK, Line
-from engram_lab.models import listing, loading
+from engram_lab.lab.app.settings import settings
+from engram_lab.models import listing
 from engram_lab.models.errors import LabError
-from engram_lab.models.handle import Handle, open_model
+
+if TYPE_CHECKING:
+    from engram_lab.models.handle import Handle
 
 PATIENCE = 60.0  # seconds that a script waits for a place
 OPENING = "opening"  # what is opened needs this in the line: transformers keeps settings of the process meanwhile
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How this server opens models: the best device and the usual dtype if not given, at most `models` at once."""
-
-    device: str | None = None
-    dtype: str | None = None
-    models: int = 3
-
-
-def from_environment() -> Settings:
-    """Settings with the number of models from ENGRAM_LAB_MODELS, where that is one."""
-    given = os.environ.get("ENGRAM_LAB_MODELS", "")
-    return Settings(models=int(given)) if given.isdecimal() and int(given) > 0 else Settings()
-
-
-_settings = from_environment()
-
-
-def settings() -> Settings:
-    """The settings of this process."""
-    return _settings
-
-
-def configure(device: str | None = None, dtype: str | None = None, models: int | None = None) -> None:
-    """Set what is given, before the first model is opened. LabError for a device or dtype that there is not."""
-    global _settings
-    loading.choose_dtype(dtype, loading.choose_device(device), None)
-    if models is not None and models < 1:
-        raise LabError(f"--models is {models}; a server keeps at least 1 model in memory.")
-    new = replace(_settings, device=device or _settings.device, dtype=dtype or _settings.dtype)
-    _settings = new if models is None else replace(new, models=models)
 
 
 def stamp(name: str) -> tuple[str, int]:
@@ -248,9 +216,15 @@ def _nothing(before: int) -> None:
 
 def _in_float32() -> bool:
     """Whether models are opened in the default dtype of torch, as they always are on a CPU unless asked otherwise."""
+    import torch
+
+    from engram_lab.models import loading
+
     dtype, device = settings().dtype, loading.choose_device(settings().device)
     return loading.choose_dtype(dtype, device, torch.bfloat16) == torch.get_default_dtype()
 
 
 def _open(name: str) -> Handle:
+    from engram_lab.models.handle import open_model
+
     return open_model(name, device=settings().device, dtype=settings().dtype)

@@ -16,9 +16,10 @@ from typing import Any
 
 import streamlit as st
 
-from engram_lab.lab.app import open_models, reopened, shortage
+from engram_lab.lab.app import reopened, shortage
 from engram_lab.lab.app.line import Line
 from engram_lab.lab.app.open_models import OpenModels
+from engram_lab.lab.app.settings import settings
 from engram_lab.lab.draw import theme
 from engram_lab.models.errors import LabError, UnknownModelError
 from engram_lab.models.handle import Handle
@@ -49,7 +50,7 @@ def model_names() -> list[str]:
 def default_pair(names: Sequence[str]) -> tuple[str | None, str]:
     """The model and the comparison that the app opens with: the shipped Engram and, with room for two, its twin."""
     model = "engram-mini" if "engram-mini" in names else next(iter(names), None)
-    two = open_models.settings().models > 1 and "dense-mini" in names and model != "dense-mini"
+    two = settings().models > 1 and "dense-mini" in names and model != "dense-mini"
     return model, "dense-mini" if two else NOTHING
 
 

@@ -45,7 +45,7 @@ def main(
 ) -> NoReturn:
     """Serve the app until it is interrupted, which ends the process; prints the address once it answers.
 
-    `settings` are those of lab.app.open_models.configure. Raises LabError where they or the address cannot be used.
+    `settings` are those of lab.app.settings.configure. Raises LabError where they or the address cannot be used.
     """
     access = access or Access()
     listener = _listen(host, port)
@@ -64,10 +64,10 @@ def main(
     from streamlit.web import bootstrap
 
     import engram_lab.lab.app.runner  # noqa: F401 - all that is slow to import, before the address is given out
-    from engram_lab.lab.app import open_models
+    from engram_lab.lab.app.settings import configure
     from engram_lab.lab.draw.theme import streamlit_options
 
-    open_models.configure(**(settings or {}))
+    configure(**(settings or {}))
     options = {
         "server.address": host,
         "server.port": port,

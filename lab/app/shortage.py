@@ -5,16 +5,20 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
 
 from engram_lab.models.errors import LabError, OutOfMemoryError
-from engram_lab.models.handle import Handle
+
+if TYPE_CHECKING:
+    import torch
+
+    from engram_lab.models.handle import Handle
 
 _WORDS = ("can't allocate memory", "DefaultCPUAllocator", "not enough memory", "Unable to allocate", "out of memory")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
@@ -26,8 +30,11 @@ MARGIN = 0.8  # of what is free, as not all of it goes into the one tensor that 
 def free_memory() -> None:
     """Hand back to the system what nothing refers to any more: cycles, CUDA's cache, free pages of the C library."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if "torch" in sys.modules:  # else it has nothing to hand back
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
     trim()
 
 
@@ -46,6 +53,8 @@ def few_arenas() -> None:
 
 def shortage(error: BaseException) -> BaseException | None:
     """The lack of memory that an error is or was caused by; None for any other."""
+    import torch
+
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
@@ -98,6 +107,8 @@ def asked(message: str) -> int | None:
 
 def free(device: torch.device) -> int:
     """Bytes that a process could still have on a device."""
+    import torch
+
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     left = int(psutil.virtual_memory().available)
@@ -111,6 +122,8 @@ def free(device: torch.device) -> int:
 
 
 def _sentence(message: str, doing: str, handles: Sequence[Handle], config: Any) -> str:
+    import torch
+
     device = handles[0].device if handles else torch.device("cuda" if "CUDA" in message else "cpu")
     tried, left = asked(message), free(device)
     where = "the memory of this computer" if device.type == "cpu" else f"the memory of {device}"

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engram_lab.lab.app import open_models, shortage
+from engram_lab.lab.app import settings, shortage
 from engram_lab.lab.app.line import Line
-from engram_lab.lab.app.open_models import OpenModels, Settings
+from engram_lab.lab.app.open_models import OpenModels
+from engram_lab.lab.app.settings import Settings
 from engram_lab.models.errors import CheckpointError, LabError, OutOfMemoryError, UnknownModelError
 from engram_lab.models.handle import Handle, open_model
 from engram_lab.probes.logit_lens import LensConfig
@@ -219,22 +220,22 @@ def test_to_and_fro_keeps_one_and_no_memory() -> None:
 
 
 def test_settings_come_from_the_server_and_the_environment(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
-    monkeypatch.setattr(open_models, "_settings", Settings())
+    monkeypatch.setattr(settings, "_settings", Settings())
     monkeypatch.setenv("ENGRAM_LAB_MODELS", "2")
-    assert open_models.from_environment().models == 2
+    assert settings.from_environment().models == 2
     monkeypatch.setenv("ENGRAM_LAB_MODELS", "many")
-    assert open_models.from_environment().models == 3
-    open_models.configure("cpu", "bfloat16", 1)
-    assert open_models.settings() == Settings("cpu", "bfloat16", 1)
+    assert settings.from_environment().models == 3
+    settings.configure("cpu", "bfloat16", 1)
+    assert settings.settings() == Settings("cpu", "bfloat16", 1)
     models = OpenModels(Line())
     (handle,) = models.lease(names[:1])
     assert handle.dtype == torch.bfloat16 and torch.get_default_dtype() == torch.float32
     models.release([handle])
     with pytest.raises(LabError, match="--models is 0"):
-        open_models.configure(models=0)
+        settings.configure(models=0)
     with pytest.raises(LabError, match="not a dtype"):
-        open_models.configure(dtype="float3")
-    assert open_models.settings() == Settings("cpu", "bfloat16", 1)
+        settings.configure(dtype="float3")
+    assert settings.settings() == Settings("cpu", "bfloat16", 1)
 
 
 def test_a_format_that_changes_the_default_waits_until_nobody_runs(
@@ -243,7 +244,7 @@ def test_a_format_that_changes_the_default_waits_until_nobody_runs(
     line = Line()
     models = OpenModels(line, Opener(), lambda: 3)
     for dtype, waits in ((None, False), ("bfloat16", True)):
-        monkeypatch.setattr(open_models, "_settings", Settings("cpu", dtype))
+        monkeypatch.setattr(settings, "_settings", Settings("cpu", dtype))
         told: list[int] = []
         with line.turn(["another model"]):
             thread = threading.Thread(

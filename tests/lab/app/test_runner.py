@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import streamlit as st
 
-from engram_lab.lab.app import open_models, runner
-from engram_lab.lab.app.open_models import Settings
+from engram_lab.lab.app import runner, settings
+from engram_lab.lab.app.settings import Settings
 from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 
@@ -17,7 +17,7 @@ from engram_lab.models.errors import LabError
 @pytest.fixture(autouse=True)
 def one_place(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(listing, "SHIPPED", shipped)
-    monkeypatch.setattr(open_models, "_settings", Settings("cpu", None, 1))
+    monkeypatch.setattr(settings, "_settings", Settings("cpu", None, 1))
     st.cache_resource.clear()
     yield
     st.cache_resource.clear()
