@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
+import io
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,24 +13,11 @@ import pytest
 import torch
 
 from engram_lab.lab.command import lens as lens_command
+from engram_lab.lab.command.main import main
 from engram_lab.models import listing
 from engram_lab.models.handle import open_model
 from engram_lab.probes import logit_lens, tuned_lens
 from engram_lab.probes.logit_lens import LensConfig
-
-RUN = """
-import argparse, sys
-from pathlib import Path
-from engram_lab.lab.command import lens as lens_command
-from engram_lab.models import listing
-listing.SHIPPED = Path(sys.argv.pop(1))
-parser = argparse.ArgumentParser()
-lens_command.add_arguments(parser)
-try:
-    sys.exit(lens_command.run(parser.parse_args()))
-except KeyboardInterrupt:
-    sys.exit(130)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -91,26 +76,40 @@ def test_a_users_model_gets_them_beside_its_weights(text: Path, shipped: Path, t
     assert lens_command.destination(handle, tmp_path) == tmp_path / tuned_lens.FILE
 
 
-def test_ctrl_c_and_resume_give_the_weights_of_one_run(text: Path, shipped: Path, tmp_path: Path) -> None:
-    options = ["--text", str(text), "--steps", "400", "--tokens", "3000", "--model", "dense-mini", "--threads", "1"]
-    command = [sys.executable, "-c", RUN, str(shipped), *options]
-    run = {"cwd": Path(__file__).parents[3], "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
-    out = ["--out", str(tmp_path / "out")]
-    with subprocess.Popen([*command, *out], stderr=subprocess.PIPE, **run) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.startswith("step 1 "):
-                break
-        time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-    assert process.returncode == 130 and "go on with the same command and --resume" in rest, rest
+class Pressed(io.StringIO):
+    """A stderr at which somebody presses Ctrl-C when a line comes."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self.start = start
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self.start and text.startswith(self.start):
+            self.start = ""
+            signal.raise_signal(signal.SIGINT)
+        return written
+
+
+def test_ctrl_c_and_resume_give_the_weights_of_one_run(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["lens", "fit", "--model", "dense-mini", "--text", str(text), "--steps", "40", "--tokens", "3000"]
+    out, pressed = ["--out", str(tmp_path / "out")], Pressed("step 7 ")
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(lens_command, "EVERY", 0.0)  # so that every step is told
+        patch.setattr(sys, "stderr", pressed)
+        assert main([*options, *out]) == 130
+    told = pressed.getvalue()
+    assert "go on with the same command and --resume" in told and "step 40 of" not in told, told
+    assert signal.getsignal(signal.SIGINT) is before
     stopped = tmp_path / "out" / "tuned_lens.fit"
     assert stopped.exists() and not (tmp_path / "out" / tuned_lens.FILE).exists()
-    again = subprocess.run([*command, *out, "--resume"], capture_output=True, timeout=200, **run)
-    assert again.returncode == 0 and "step 1 of" not in again.stderr and not stopped.exists(), again.stderr
-    whole = subprocess.run([*command, "--out", str(tmp_path / "whole")], capture_output=True, timeout=200, **run)
-    assert whole.returncode == 0
+    assert main([*options, *out, "--resume"]) == 0
+    told = capsys.readouterr().err
+    assert "step 1 of" not in told and "step 40 of 40" in told and not stopped.exists(), told
+    assert main([*options, "--out", str(tmp_path / "whole")]) == 0
     handle = open_model("dense-mini")
     one, two = (tuned_lens.open_translators(handle, tmp_path / name / tuned_lens.FILE) for name in ("out", "whole"))
     assert torch.equal(one.weight, two.weight) and torch.equal(one.bias, two.bias) and one.info == two.info

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import argparse
 import lzma
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from engram_lab.lab.command import rows as rows_command
+from engram_lab.lab.command.main import main
 from engram_lab.models import listing, row_counts
 from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import open_model
 from engram_lab.models.memory import read_memory
 from tests import memory_lab
 
-ROOT = Path(__file__).parents[3]
 DOCUMENTS = ["The river runs\npast the old mill", "and into the sea.", "Paris, the capital " * 3]
 
 
@@ -96,28 +93,24 @@ def test_bad_requests_are_one_sentence(files: list[Path], tmp_path: Path) -> Non
     assert not out.exists()
 
 
-def test_an_interrupt_leaves_the_file_as_it_was(models: Path, tmp_path: Path) -> None:
-    """Ctrl-C in the middle of a long text: no half-written file, and one from before is kept."""
-    text, out = tmp_path / "long.txt", tmp_path / "out.safetensors"
-    text.write_text("\n\n".join(["the river runs past the old mill " * 200] * 3000))
+def test_an_interrupt_leaves_the_file_as_it_was(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of a text: no half-written file, and one from before is kept."""
+    out, heard = tmp_path / "out.safetensors", list[int]()
     out.write_bytes(b"before")
-    program = (
-        "import argparse, sys\nfrom lab import rows_command\n"
-        "parser = argparse.ArgumentParser()\nrows_command.add_arguments(parser)\n"
-        "args = parser.parse_args(sys.argv[1:])\nprint('ready', flush=True)\nsys.exit(args.call(args))\n"
-    )
-    arguments = ["count", "--model", str(models / "engram-mini"), "--text", str(text), "--out", str(out)]
-    run = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    try:
-        assert run.stdout is not None and run.stdout.readline() == b"ready\n"
-        time.sleep(6)
-        assert run.poll() is None, "the text is too short for this test"
-        run.send_signal(signal.SIGINT)
-        assert run.wait(60) != 0
-    finally:
-        run.kill()
+
+    def interrupted(handle: Any, batches: Any, sources: Any, progress: Callable[[int], None]) -> Any:
+        def pressed(tokens: int) -> None:
+            progress(tokens)
+            heard.append(tokens)
+            raise KeyboardInterrupt
+
+        return count(handle, batches, sources, pressed)
+
+    count = row_counts.count
+    monkeypatch.setattr(row_counts, "count", interrupted)
+    assert main(["rows", "count", "--model", "engram-mini", "--text", *map(str, files), "--out", str(out)]) == 130
+    assert len(heard) == 1 and heard[0] > 0
     assert out.read_bytes() == b"before"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["long.txt", "out.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt.xz", "out.safetensors"]
