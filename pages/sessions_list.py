@@ -238,6 +238,13 @@ def _undelete_run(id: str) -> None:
     st.session_state.pop("deleted_run", None)
 
 
+def _purge() -> None:
+    purged = reopened.store().purge()
+    for key in ("deleted", "deleted_run"):
+        st.session_state.pop(key, None)
+    st.toast(f"{purged.freed / 1e6:.3g} MB are free again.")
+
+
 def the_undo() -> None:
     """What was deleted last, with the way back."""
     for key, what, call in (
@@ -261,6 +268,12 @@ def the_bin() -> None:
             with st.container(horizontal=True, vertical_alignment="center"):
                 st.button("Restore", key=f"restore_{session.id}", on_click=_undelete, args=(session.id,))
                 st.markdown(f"{labels.markdown(session.name)} :small[{summary(session)}]")
+        st.caption(
+            "They keep their space on the disk until they are removed for good, deleted runs of other sessions too."
+        )
+        with st.popover("Remove for good", icon=":material/delete_forever:"):
+            st.markdown("They cannot be brought back then.")
+            st.button("Remove them", key="purge", on_click=_purge)
 
 
 def go_to(session: SessionInfo, run: RunInfo) -> None:

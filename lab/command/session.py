@@ -1,4 +1,5 @@
-"""`engram-lab session list | show | export | import | html | rename | note | delete | undelete`: what was kept."""
+"""`engram-lab session list | show | export | import | html | rename | note | delete | undelete | purge`: what was
+kept."""
 
 from __future__ import annotations
 
@@ -65,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     command("delete", "delete a session; undelete brings it back", run_delete).add_argument("name", help=WHICH)
     command("undelete", "bring back a deleted session", run_undelete).add_argument("name", help=WHICH)
+    purge = command("purge", "remove what was deleted for good, and free its space on the disk", run_purge)
+    purge.add_argument("--yes", action="store_true", help="do not ask first")
 
 
 def _with_store(run: Callable[[Store, argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
@@ -213,6 +216,24 @@ def run_undelete(store: Store, args: argparse.Namespace) -> None:
     store.undelete(gone[0].id)
     session = store.session(gone[0].id)
     print(f'"{session.name}" is back with {_runs(session)}')
+
+
+def run_purge(store: Store, args: argparse.Namespace) -> None:
+    """Gone for good, once the user has said so."""
+    from engram_lab.models.errors import DataError
+
+    if not args.yes:
+        count = len(store.sessions(deleted=True))
+        question = f"Remove {count} deleted session{'' if count == 1 else 's'} and all deleted runs for good?"
+        if not sys.stdin.isatty():
+            raise DataError(f"{question} Say so with --yes: they cannot be brought back.")
+        if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+            print("Nothing was removed.")
+            return
+    purged = store.purge()
+    print(
+        f"Removed {purged.sessions} sessions and {purged.runs} single runs; {purged.freed / 1e6:.3g} MB are free again."
+    )
 
 
 def _new_file(args: argparse.Namespace) -> Path:

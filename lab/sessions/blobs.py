@@ -13,13 +13,14 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engram_lab.lab.sessions.errors import DamagedBlobError, StoreError
 
 MOST_BYTES = 1 << 30  # uncompressed
+WRITING = 3600  # seconds after which a file that is still being written is one that a killed process left
 LEVEL = 3  # of zlib: on floats more costs time and saves nothing
 _SHA = re.compile(r"[0-9a-f]{64}")
 
@@ -33,14 +34,13 @@ class Blobs:
     def put(self, data: bytes) -> str:
         """Keep `data`; the SHA-256 hex under which `get` finds it. StoreError if the folder cannot be written.
 
-        A file that is there already counts as new again (`sweep`); a damaged one is replaced.
+        A damaged file of that name is replaced.
         """
         sha = hashlib.sha256(data).hexdigest()
         path = self.path(sha)
         with self._writing():
             with suppress(DamagedBlobError, OSError):
                 if self.get(sha) == data:
-                    os.utime(path)
                     return sha
             path.parent.mkdir(parents=True, exist_ok=True)
             waiting = self.folder / "tmp" / uuid.uuid4().hex
@@ -89,15 +89,15 @@ class Blobs:
             raise DamagedBlobError(f"The store names a blob {sha[:80]!r}, which is no SHA-256.")
         return self.folder / sha[:2] / sha
 
-    def sweep(self, seconds: float, needed: Callable[[str], bool]) -> int:
-        """Remove the blobs put longer ago than `seconds` that nobody needs, and remains of writing; the bytes freed."""
-        before, freed = time.time() - seconds, 0
+    def sweep(self, needed: Collection[str]) -> int:
+        """Remove the blobs that are not needed, and what a killed process left of writing; the bytes freed."""
+        before, freed = time.time() - WRITING, 0
         for path in [*self._files(), *(self.folder / "tmp").glob("*")]:
             with suppress(FileNotFoundError), self._writing():  # another process may sweep too
-                found = path.stat()
-                if found.st_mtime < before and not (path.parent.name != "tmp" and needed(path.name)):
+                state = path.stat()
+                if state.st_mtime < before if path.parent.name == "tmp" else path.name not in needed:
                     path.unlink()
-                    freed += found.st_size
+                    freed += state.st_size
         return freed
 
     def _files(self) -> Iterator[Path]:

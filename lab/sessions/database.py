@@ -16,6 +16,7 @@ import platformdirs
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, select, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from engram_lab.lab.sessions.errors import StoreError
 from engram_lab.lab.sessions.schema import REVISION, StoreRow
@@ -151,18 +152,18 @@ def translated(database: Database) -> Iterator[None]:
 
 
 @contextmanager
-def write(database: Database) -> Iterator[Connection]:
+def write(database: Database) -> Iterator[Session]:
     """A transaction that no other writer of the store runs beside; committed at the end."""
-    with translated(database), database.writing.begin() as connection:
-        connection.execute(select(StoreRow.id).with_for_update())  # SQLite has the lock already and ignores it
-        yield connection
+    with translated(database), Session(database.writing) as db, db.begin():
+        db.execute(select(StoreRow.id).with_for_update())  # SQLite has the lock already and ignores it
+        yield db
 
 
 @contextmanager
-def read(database: Database) -> Iterator[Connection]:
+def read(database: Database) -> Iterator[Session]:
     """A transaction that sees one moment."""
-    with translated(database), database.reading.begin() as connection:
-        yield connection
+    with translated(database), Session(database.reading) as db, db.begin():
+        yield db
 
 
 def _upgrade(database: Database) -> None:

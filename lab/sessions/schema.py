@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from sqlalchemy import DateTime, Dialect, Double, ForeignKey, Index, String, Text, TypeDecorator
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 REVISION = "sessions_and_runs"  # the newest of migrations/versions
 
@@ -43,10 +43,12 @@ class SessionRow(Base):
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     name: Mapped[str] = mapped_column(String(120))
     note: Mapped[str] = mapped_column(Text)
-    search: Mapped[str] = mapped_column(Text)
+    search: Mapped[str] = mapped_column(Text, deferred=True)
     created: Mapped[datetime] = mapped_column(Moment)
     updated: Mapped[datetime] = mapped_column(Moment, index=True)
     deleted: Mapped[datetime | None] = mapped_column(Moment)
+    tags: Mapped[list[TagRow]] = relationship(order_by="TagRow.position", cascade="all, delete-orphan")
+    runs: Mapped[list[RunRow]] = relationship(order_by="RunRow.position", viewonly=True)  # appended by their position
 
 
 # Names are unique among the sessions that are not in the bin.
@@ -82,8 +84,9 @@ class RunRow(Base):
     view: Mapped[str | None] = mapped_column(String(64))  # a blob of JSON: it may hold the files brought to a page
     attachments_json: Mapped[str] = mapped_column(Text)  # name -> blob
     request: Mapped[str] = mapped_column(String(64))
-    search: Mapped[str] = mapped_column(Text)
+    search: Mapped[str] = mapped_column(Text, deferred=True)
     deleted: Mapped[datetime | None] = mapped_column(Moment)
+    models: Mapped[list[RunModelRow]] = relationship(order_by="RunModelRow.position", cascade="all, delete-orphan")
 
 
 class RunModelRow(Base):

@@ -12,21 +12,21 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, delete, or_, select, update
+from sqlalchemy import ColumnElement, delete, or_, select
+from sqlalchemy.orm import Session
 
 from engram_lab.lab.sessions import database as engine
 from engram_lab.lab.sessions import naming, packing, rows
 from engram_lab.lab.sessions.blobs import Blobs
+from engram_lab.lab.sessions.database import read, write
 from engram_lab.lab.sessions.errors import SessionNameError, StoreError, UnknownSessionError
 from engram_lab.lab.sessions.infos import NewRun, RunInfo, SessionInfo, environment, run_request
 from engram_lab.lab.sessions.packing import canonical
-from engram_lab.lab.sessions.reading import run_infos, session_infos
 from engram_lab.lab.sessions.schema import RunModelRow, RunRow, SessionRow, StoreRow, TagRow
 from engram_lab.probes.base import Report
 
-KEPT = 3600  # seconds for which a purge spares a blob that no row names: its row may be on the way
 LONGEST_QUERY = 200  # characters
 
 
@@ -41,9 +41,19 @@ def open_store(url: str | None = None, folder: Path | None = None) -> Store:
         sqlite = parsed.get_backend_name() == "sqlite"
         folder = Path(str(parsed.database)).parent if sqlite else engine.data_folder()
     database = engine.connect(parsed)
-    with engine.read(database) as connection:
-        own = connection.execute(select(StoreRow.id)).scalar_one()
-    return Store(database, Blobs(folder / "blobs" / own))  # two stores may share a folder: each purges its own alone
+    with read(database) as db:
+        store_id = db.scalars(select(StoreRow.id)).one()
+    return Store(
+        database, Blobs(folder / "blobs" / store_id)
+    )  # two stores may share a folder: each purges its own alone
+
+
+class Purged(NamedTuple):
+    """What a purge took away: sessions, single runs of others, and bytes on the disk."""
+
+    sessions: int
+    runs: int
+    freed: int
 
 
 class Store:
@@ -75,15 +85,11 @@ class Store:
         new_note = None if note is None else naming.clean_note(note)
         new_tags = None if tags is None else naming.clean_tags(tags)
         run = self._prepare(NewRun(report, None, seconds, view, attachments or {}, environment))
-        with engine.write(self._database) as connection:
-            found = rows.living(connection, name)
-            if found is None:
-                found = rows.insert_session(connection, name, new_note or "", new_tags or ())
-            elif new_note is not None or new_tags is not None:
-                rows.annotate(connection, found, new_note, new_tags)
-            self._insert_runs(connection, found, [run])
-            (info,) = run_infos(connection, [RunRow.id == run.row["id"]], self._view)
-            return info
+        with write(self._database) as db:
+            kept = rows.living(db, name) or rows.new_session(db, name)
+            rows.annotate(kept, new_note, new_tags)
+            self._append(db, kept, [run])
+            return rows.run_info(run.row, self._view)
 
     def add(self, name: str, note: str, tags: Iterable[str], created: datetime, runs: Sequence[NewRun]) -> SessionInfo:
         """Keep a whole session, all of it or nothing; a taken name becomes "name (2)"."""
@@ -91,10 +97,10 @@ class Store:
             raise StoreError("The time at which a session was made needs its zone.")
         name, note, tags = naming.clean_name(name), naming.clean_note(note), naming.clean_tags(tags)
         prepared = [self._prepare(run) for run in runs]
-        with engine.write(self._database) as connection:
-            found = rows.insert_session(connection, rows.free_name(connection, name), note, tags, created)
-            self._insert_runs(connection, found, prepared)
-            return self._info(connection, found)
+        with write(self._database) as db:
+            kept = rows.new_session(db, rows.free_name(db, name), note, tags, created)
+            self._append(db, kept, prepared)
+            return self._info(db, kept)
 
     def sessions(
         self,
@@ -125,36 +131,30 @@ class Store:
         if tag is not None:
             tagged = select(TagRow.session_id).where(TagRow.name == naming.storable(tag))
             conditions.append(SessionRow.id.in_(tagged))
-        with engine.read(self._database) as connection:
-            return session_infos(connection, conditions, self._view)
+        with read(self._database) as db:
+            return rows.session_infos(db, conditions, self._view)
 
     def names(self) -> list[str]:
         """The names of the sessions, last changed first."""
         wanted = select(SessionRow.name).where(SessionRow.deleted.is_(None))
-        with engine.read(self._database) as connection:
-            return list(connection.execute(wanted.order_by(SessionRow.updated.desc(), SessionRow.id)).scalars())
+        with read(self._database) as db:
+            return list(db.scalars(wanted.order_by(SessionRow.updated.desc(), SessionRow.id)))
 
     def session(self, name_or_id: str) -> SessionInfo:
         """One session; by its id also from the bin."""
-        with engine.read(self._database) as connection:
-            return self._info(connection, rows.find(connection, name_or_id))
+        with read(self._database) as db:
+            return self._info(db, rows.find(db, name_or_id))
 
     def report(self, run_id: str) -> Report:
         """The report of a run, checked against its hash; DamagedBlobError if it is not what was kept."""
-        with engine.read(self._database) as connection:
-            blob = connection.execute(select(RunRow.blob).where(RunRow.id == naming.storable(run_id))).scalar()
-        if blob is None:
-            raise _no_run(run_id)
+        with read(self._database) as db:
+            blob = rows.find_run(db, run_id).blob
         return packing.unpack(self._blobs.get(blob))
 
     def attachment(self, run_id: str, name: str) -> bytes:
         """The bytes kept beside a run under that name."""
-        wanted = select(RunRow.attachments_json).where(RunRow.id == naming.storable(run_id))
-        with engine.read(self._database) as connection:
-            text = connection.execute(wanted).scalar()
-        if text is None:
-            raise _no_run(run_id)
-        attachments: dict[str, str] = json.loads(text)
+        with read(self._database) as db:
+            attachments: dict[str, str] = json.loads(rows.find_run(db, run_id).attachments_json)
         if name not in attachments:
             there = ", ".join(attachments) or "none"
             raise UnknownSessionError(f'This run has no attachment "{naming.shown(name)}"; it has {there}.')
@@ -163,54 +163,47 @@ class Store:
     def rename(self, name_or_id: str, name: str) -> SessionInfo:
         """Give a session another name; SessionNameError if one that is not in the bin has it."""
         name = naming.clean_name(name)
-        with engine.write(self._database) as connection:
-            found = rows.find(connection, name_or_id)
-            rows.check_free(connection, name, found)
-            connection.execute(update(SessionRow).where(SessionRow.id == found).values(name=name))
-            rows.touch(connection, found)
-            return self._info(connection, found)
+        with write(self._database) as db:
+            session = rows.find(db, name_or_id)
+            rows.check_free(db, name, session)
+            session.name = name
+            rows.touch(session)
+            return self._info(db, session)
 
     def annotate(self, name_or_id: str, note: str | None = None, tags: Iterable[str] | None = None) -> SessionInfo:
         """Replace the note, the tags or both."""
         new_note = None if note is None else naming.clean_note(note)
         new_tags = None if tags is None else naming.clean_tags(tags)
-        with engine.write(self._database) as connection:
-            found = rows.find(connection, name_or_id)
-            rows.annotate(connection, found, new_note, new_tags)
-            return self._info(connection, found)
+        with write(self._database) as db:
+            session = rows.find(db, name_or_id)
+            rows.annotate(session, new_note, new_tags)
+            return self._info(db, session)
 
     def duplicate(self, name_or_id: str, name: str) -> SessionInfo:
         """A copy with the same runs under another name; SessionNameError if it is taken."""
         name = naming.clean_name(name)
-        with engine.write(self._database) as connection:
-            original = self._info(connection, rows.find(connection, name_or_id))
-            rows.check_free(connection, name)
-            found = rows.insert_session(connection, name, original.note, original.tags)
-            here = (RunRow.session_id == original.id, RunRow.deleted.is_(None))
-            runs = connection.execute(select(RunRow.__table__).where(*here).order_by(RunRow.position)).mappings()
-            copies = [
-                rows.Prepared({**row, "id": uuid.uuid4().hex}, tuple(model.name for model in run.models), {})
-                for row, run in zip(runs, original.runs, strict=True)
-            ]
-            self._insert_runs(connection, found, copies)
-            return self._info(connection, found)
+        with write(self._database) as db:
+            original = rows.find(db, name_or_id)
+            rows.check_free(db, name)
+            session = rows.new_session(db, name, original.note, [tag.name for tag in original.tags])
+            copies = [_Prepared(rows.copy(run), {}) for run in original.runs if run.deleted is None]
+            self._append(db, session, copies)
+            return self._info(db, session)
 
     def delete(self, name_or_id: str) -> None:
         """Move a session to the bin; `undelete` with its id brings all of it back."""
-        with engine.write(self._database) as connection:
-            here = SessionRow.id == rows.find(connection, name_or_id), SessionRow.deleted.is_(None)
-            connection.execute(update(SessionRow).where(*here).values(deleted=rows.now()))
+        with write(self._database) as db:
+            session = rows.find(db, name_or_id)
+            session.deleted = session.deleted or rows.now()
 
     def undelete(self, session_id: str) -> SessionInfo:
         """Bring a session back from the bin as it was; if its name is taken by now, as "name (2)"."""
-        with engine.write(self._database) as connection:
-            found = self._info(connection, rows.find(connection, session_id))
-            if found.deleted is not None:
-                name = rows.free_name(connection, found.name)
-                back = update(SessionRow).where(SessionRow.id == found.id).values(name=name, deleted=None)
-                connection.execute(back)
-                rows.touch(connection, found.id)
-            return self._info(connection, found.id)
+        with write(self._database) as db:
+            session = rows.find(db, session_id)
+            if session.deleted is not None:
+                session.name, session.deleted = rows.free_name(db, session.name), None
+                rows.touch(session)
+            return self._info(db, session)
 
     def delete_run(self, run_id: str) -> None:
         """Move one run to the bin."""
@@ -220,16 +213,19 @@ class Store:
         """Bring one run back to its place in its session."""
         self._mark_run(run_id, None)
 
-    def purge(self) -> int:
-        """Really remove what is in the bin, and files that nobody names and nobody may be about to; the bytes freed."""
-        with engine.write(self._database) as connection:
-            connection.execute(delete(SessionRow).where(SessionRow.deleted.is_not(None)))
-            connection.execute(delete(RunRow).where(RunRow.deleted.is_not(None)))
-        with engine.write(self._database) as connection:  # a writer after this one looks whether its blobs are there
+    def purge(self) -> Purged:
+        """Really remove the sessions and runs in the bin, and every file that no run names."""
+        with write(self._database) as db:
+            sessions, runs = (
+                db.scalars(delete(table).where(table.deleted.is_not(None)).returning(table.id)).all()
+                for table in (SessionRow, RunRow)
+            )
+        # The rows are gone for good before their files are; a writer after this one puts its files again (`_append`).
+        with write(self._database) as db:
             needed: set[str] = set()
-            for blob, view, text in connection.execute(select(RunRow.blob, RunRow.view, RunRow.attachments_json)):
-                needed.update((blob, *([view] if view else []), *json.loads(text).values()))
-            return self._blobs.sweep(KEPT, needed.__contains__)
+            for run in db.execute(select(RunRow.blob, RunRow.view, RunRow.attachments_json)):
+                needed.update((run.blob, *([run.view] if run.view else []), *json.loads(run.attachments_json).values()))
+            return Purged(len(sessions), len(runs), self._blobs.sweep(needed))
 
     def dispose(self) -> None:
         """Close the connections; the store must not be used any more."""
@@ -242,26 +238,24 @@ class Store:
         return view
 
     def _mark_run(self, run_id: str, deleted: datetime | None) -> None:
-        with engine.write(self._database) as connection:
-            wanted = select(RunRow.session_id).where(RunRow.id == naming.storable(run_id))
-            session_id = connection.execute(wanted).scalar()
-            if session_id is None:
-                raise _no_run(run_id)
-            connection.execute(update(RunRow).where(RunRow.id == run_id).values(deleted=deleted))
-            rows.touch(connection, session_id)
+        with write(self._database) as db:
+            run = rows.find_run(db, run_id)
+            run.deleted = deleted
+            rows.touch(rows.find(db, run.session_id))
 
-    def _insert_runs(self, connection: Connection, session_id: str, runs: Sequence[rows.Prepared]) -> None:
+    def _append(self, db: Session, session: SessionRow, runs: Sequence[_Prepared]) -> None:
         for run in runs:
             for sha, data in run.blobs.items():
                 if not self._blobs.has(sha):
                     self._blobs.put(data)
-        rows.insert_runs(connection, session_id, runs)
+        rows.append(db, session, [run.row for run in runs])
 
-    def _info(self, connection: Connection, session_id: str) -> SessionInfo:
-        (info,) = session_infos(connection, [SessionRow.id == session_id], self._view)
+    def _info(self, db: Session, session: SessionRow) -> SessionInfo:
+        db.flush()
+        (info,) = rows.session_infos(db, [SessionRow.id == session.id], self._view)
         return info
 
-    def _prepare(self, run: NewRun) -> rows.Prepared:
+    def _prepare(self, run: NewRun) -> _Prepared:
         """Put the blobs of a run, and its row but for the place; StoreError for what cannot be kept."""
         report, protocol = run.report, run.report.protocol
         if run.seconds is not None and not (math.isfinite(run.seconds) and run.seconds >= 0):
@@ -278,23 +272,32 @@ class Store:
         names = [naming.clean_name(name, "The name of an attachment", 200) for name in run.attachments]
         attachments = {name: put(data) for name, data in zip(names, run.attachments.values(), strict=True)}
         plain = report.config.to_dict()
-        row = {
-            "id": uuid.uuid4().hex,
-            "probe": report.probe,
-            "models_json": canonical([model.to_dict() for model in protocol.models]),
-            "seed": str(protocol.seed),
-            "versions_json": json.dumps(protocol.versions),
-            "environment_json": canonical(environment() if run.environment is None else dict(run.environment)),
-            "created": run.created or rows.now(),
-            "seconds": run.seconds,
-            "blob": put(packing.pack(report)),
-            "view": None if run.view is None else put(_json(run.view)),
-            "attachments_json": canonical(attachments),
-            "request": run_request(report.probe, report.config, protocol.models),
-            "search": naming.folded([report.probe, *naming.texts_of(plain)]),
-            "deleted": None,
-        }
-        return rows.Prepared(row, tuple(model.name for model in protocol.models), blobs)
+        row = RunRow(
+            id=uuid.uuid4().hex,
+            probe=report.probe,
+            models_json=canonical([model.to_dict() for model in protocol.models]),
+            seed=str(protocol.seed),
+            versions_json=json.dumps(protocol.versions),
+            environment_json=canonical(environment() if run.environment is None else dict(run.environment)),
+            created=run.created or rows.now(),
+            seconds=run.seconds,
+            blob=put(packing.pack(report)),
+            view=None if run.view is None else put(_json(run.view)),
+            attachments_json=canonical(attachments),
+            request=run_request(report.probe, report.config, protocol.models),
+            search=naming.folded([report.probe, *naming.texts_of(plain)]),
+            models=[
+                RunModelRow(position=n, name=rows.model_name(model.name)) for n, model in enumerate(protocol.models)
+            ],
+        )
+        return _Prepared(row, blobs)
+
+
+class _Prepared(NamedTuple):
+    """A run whose blobs are put: its row but for session and position, and the blobs by their hash."""
+
+    row: RunRow
+    blobs: dict[str, bytes]
 
 
 def _json(view: Mapping[str, Any]) -> bytes:
@@ -302,9 +305,3 @@ def _json(view: Mapping[str, Any]) -> bytes:
         return canonical(dict(view)).encode()
     except (TypeError, ValueError) as error:
         raise StoreError(f"The view of a page is plain JSON, and this one is not: {error}.") from error
-
-
-def _no_run(run_id: str) -> UnknownSessionError:
-    return UnknownSessionError(
-        f'There is no run "{naming.shown(run_id)}": "engram-lab session show NAME" lists those of a session.'
-    )

@@ -159,6 +159,18 @@ def test_find_edit_delete_and_undo(store: Store) -> None:
     assert len(store.session("Old mill (2)").runs) == 1
 
 
+def test_what_was_deleted_is_removed_for_good(store: Store) -> None:
+    kept_lens("Mill")
+    kept_lens("River", "the river runs")
+    store.delete("Mill")
+    at = app().switch_page(SESSIONS).run()
+    at.button(key="purge").click()
+    clean(at.run())
+    assert store.sessions(deleted=True) == [] and [session.name for session in store.sessions()] == ["River"]
+    assert any("are free again" in toast.value for toast in at.toast)
+    assert "purge" not in {button.key for button in at.run().button}
+
+
 def test_two_runs_are_compared_and_their_difference_is_drawn(store: Store) -> None:
     kept_lens("Mill", "the old mill stands")
     kept_lens("Mill", "the new mill stands")

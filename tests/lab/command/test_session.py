@@ -129,6 +129,21 @@ def test_delete_and_undelete(kept: Command) -> None:
     assert kept("delete", gone)[0] == 0 and kept("undelete", gone)[0] == 0, "by its id too"
 
 
+def test_purge_asks_first_and_frees_the_disk(kept: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blobs() -> int:
+        return sum(path.is_file() for path in (tmp_path / "blobs").rglob("*"))
+
+    kept("delete", "The mill")
+    refused(kept("purge"), "Remove 1 deleted session and all deleted runs for good? Say so with --yes")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: "")
+    assert kept("purge")[:2] == (0, "Nothing was removed.\n") and blobs() == 2
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    code, out, _ = kept("purge")
+    assert code == 0 and out.startswith("Removed 1 sessions and 0 single runs; ") and blobs() == 0
+    assert kept("list", "--deleted")[2] == "There are no deleted sessions.\n"
+
+
 def test_two_deleted_of_one_name_need_an_id(kept: Command, report: Report) -> None:
     kept("delete", "The mill")
     store = open_store(kept.url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import alembic.autogenerate
@@ -101,18 +102,21 @@ def test_a_damaged_database(tmp_path: Path, made: Report) -> None:
 
 @pytest.mark.skipif(FORK is None, reason="limits of a process, as Linux has them")
 @pytest.mark.parametrize("trouble", ["full disk", "read-only"])
-def test_a_folder_that_cannot_be_written(trouble: str, tmp_path: Path, made: Report) -> None:
+def test_a_folder_that_cannot_be_written(trouble: str, made: Report) -> None:
     """In a process that may write little, or is not the owner; what was kept before stays."""
-    folder = tmp_path / "store"
+    # Another user must get there, and pytest's own folder is closed again whenever another run of it begins.
+    with tempfile.TemporaryDirectory() as outer:
+        Path(outer).chmod(0o711)
+        in_trouble(trouble, Path(outer) / "store", made)
+
+
+def in_trouble(trouble: str, folder: Path, made: Report) -> None:
     url = f"sqlite:///{folder / 'a.db'}"
     store = open_store(url)
     store.save(made, "before", attachments={"large": os.urandom(300_000)})
     store.dispose()
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
-    for path in (tmp_path, *tmp_path.parents):  # pytest's own, through which another user must get
-        if path == tmp_path or path.name.startswith(("pytest-", "popen-")):
-            path.chmod(0o711)
     assert FORK is not None
     said = FORK.SimpleQueue()
     child = FORK.Process(target=writers.in_trouble, args=(trouble, url, said))

@@ -7,7 +7,6 @@ more of them.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
 import sqlite3
 import sys
@@ -88,7 +87,7 @@ def test_a_kill_loses_at_most_the_run_in_progress(url: str, tmp_path: Path, cont
     store = open_store(url, tmp_path)
     found = check(store)
     sound(url)
-    assert told <= found.keys() and len(told) > KILLS
+    assert told <= found.keys() and len(told) >= KILLS  # each has kept one before it is killed
     unheard = sorted(found.keys() - told)  # killed after the commit, before it could tell
     assert len({seed // MOST for seed in unheard}) == len(unheard)
     assert all(seed == 0 or seed % MOST == 0 or seed - 1 in told for seed in unheard)
@@ -169,14 +168,12 @@ def test_threads_write_read_and_purge_at_once(store: Store, made: Report) -> Non
 
 
 def test_a_purge_between_the_blob_and_its_row(store: Store, made: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blobs of a slow writer are hours old when its row comes: a purge has taken them, so they are put again."""
+    """Its row is still to come, so a purge takes the blobs, and they are put again."""
     prepare = store._prepare
 
     def slow(run: object) -> object:
         prepared = prepare(run)  # type: ignore[arg-type]
-        for path in store._blobs.folder.glob("??/*"):
-            os.utime(path, (0, 0))
-        assert store.purge() > 0 and not store._blobs.has(prepared.row["blob"])
+        assert store.purge().freed > 0 and not store._blobs.has(prepared.row.blob)
         return prepared
 
     monkeypatch.setattr(store, "_prepare", slow)

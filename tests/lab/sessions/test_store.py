@@ -239,37 +239,35 @@ def blobs(folder: Path) -> list[Path]:
     return [path for path in (folder / "blobs").rglob("*") if path.is_file()]
 
 
-def grow_old(folder: Path, seconds: float = 4000) -> None:
-    for path in blobs(folder):
-        os.utime(path, (time.time() - seconds,) * 2)
-
-
 def test_purge_removes_what_nobody_needs(store: Store, made: Report, tmp_path: Path) -> None:
     keep = store.save(made, "keep", view=VIEW, attachments={"x": b"both"})
     store.save(made_probe.report(1), "go", attachments={"x": b"both", "y": b"own"})
     gone = store.save(made_probe.report(2), "keep")
     other = open_store(f"sqlite:///{tmp_path / 'other.db'}", tmp_path)  # in the same folder
     theirs = other.save(made_probe.report(3), "theirs")
+    assert store.purge() == (0, 0, 0) and len(blobs(tmp_path)) == 7
     store.delete("go")
     store.delete_run(gone.id)
-    assert store.purge() == 0 and len(blobs(tmp_path)) == 7  # each may belong to a row that is on the way
-    assert store.sessions(deleted=True) == [] and len(store.session("keep").runs) == 1
-    left = store._blobs.folder / "tmp" / "left"
+    left, fresh = (store._blobs.folder / "tmp" / name for name in ("left", "fresh"))
     left.write_bytes(b"of a killed process")
-    grow_old(tmp_path)
-    assert store.purge() > 0 and len(blobs(tmp_path)) == 4 and not left.exists()
+    os.utime(left, (time.time() - 4000,) * 2)
+    fresh.write_bytes(b"of one that still writes")
+    before = sum(path.stat().st_size for path in blobs(tmp_path))
+    purged = store.purge()
+    assert (purged.sessions, purged.runs) == (1, 1)
+    assert purged.freed == before - sum(path.stat().st_size for path in blobs(tmp_path)) > 0
+    assert store.sessions(deleted=True) == [] and len(store.session("keep").runs) == 1
+    assert len(blobs(tmp_path)) == 5 and not left.exists() and fresh.exists()
     assert store.report(keep.id) == made and store.attachment(keep.id, "x") == b"both" and keep.view == VIEW
     assert other.report(theirs.id) == made_probe.report(3)
     other.dispose()
 
 
-def test_a_blob_kept_again_counts_as_new(store: Store, made: Report, tmp_path: Path) -> None:
+def test_a_blob_that_a_living_run_names_too_stays(store: Store, made: Report) -> None:
     store.save(made, "a")
-    grow_old(tmp_path)
     store.delete("a")
-    run = store.save(made, "b")  # its row might come after a purge that has looked for rows
-    store.purge()
-    assert store.report(run.id) == made
+    run = store.save(made, "b")
+    assert store.purge().freed == 0 and store.report(run.id) == made
 
 
 def test_a_damaged_or_missing_blob_is_one_sentence(store: Store, made: Report, tmp_path: Path) -> None:
