@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 PERSONA = Path(__file__).resolve().parents[2] / "assets" / "facts" / "persona.jsonl"
 USER = "maya"  # whose facts those are
-GROUP_HELP = "what writing a user's facts into rows does: check, layers, density, alternatives"
 FILE = "facts.jsonl"  # where an exported command reads facts that do not ship
 N_TEXTS = 40  # unrelated texts by default
 _TEXTS = ("id", "trigger", "answer")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.kv.scenario import Scenario
 
 LIBRARY = Path(__file__).resolve().parents[2] / "assets" / "kv" / "scenarios.jsonl"
-GROUP_HELP = "what a KV cache remembers of a prompt: swap, map, knock out, correct, move"
 FILE = "scenarios.jsonl"  # where an exported command reads scenarios that do not ship
 _NEEDED = ("template", "old", "new", "answer_old", "answer_new")
 _TEXTS = (*_NEEDED, "id", "kind", "question", "distractors", "erratum", "irrelevant", "wrong", "third")

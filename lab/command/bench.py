@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import json
 import time
 from collections.abc import Callable
 from typing import Any
+
+from engram_lab.lab.command.console import write
+
+# What is measured -> the module with a function of that name.
+BENCHMARKS = {
+    "lens": "engram_lab.lab.command.bench",
+    "trace": "engram_lab.lab.command.bench",
+    "cka": "engram_lab.lab.command.bench_cka",
+    "kv_map": "engram_lab.lab.command.bench_kv",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to measure, and where to write it."""
+    parser.add_argument("what", choices=list(BENCHMARKS), help="what to measure")
+    parser.add_argument("--json", metavar="FILE", default="-", help="where to write the figures (default: stdout)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and write the figures."""
+    measure = getattr(importlib.import_module(BENCHMARKS[args.what]), args.what)
+    write(args.json, json.dumps(measure(), indent=1) + "\n")
+    return 0
 
 
 def best_seconds(

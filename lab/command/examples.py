@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     """Compute and write all of them."""
     import torch
 
-    from engram_lab.lab.command.main import progress_line
+    from engram_lab.lab.command.console import progress
     from engram_lab.models.errors import DataError
     from engram_lab.models.handle import open_model
 
@@ -110,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         handles = {name: open_model(name, device="cpu", dtype="float32") for name in (ENGRAM, DENSE)}
         for example in EXAMPLES:
-            with progress_line() as progress:
-                runs = [_computed(handles, probe, config, progress) for probe, config in example.requests()]
+            with progress() as tell:
+                runs = [_computed(handles, probe, config, tell) for probe, config in example.requests()]
             file = args.out / f"{example.file}.zip"
             _write(example, runs, file)
             print(f'{file}: "{example.name}" with {len(runs)} runs, {file.stat().st_size / 1e3:.0f} KB')

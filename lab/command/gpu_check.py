@@ -6,11 +6,13 @@ is what rounding weights and activations to 8 bits of mantissa costs on the ship
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from engram_lab.lab.command.console import write
 
 if TYPE_CHECKING:
     import numpy as np
@@ -172,8 +174,13 @@ def check(device: str = "cuda", names: tuple[str, str] = ("engram-mini", "dense-
     return out
 
 
-def run(path: str | None) -> int:
-    """Write the check as JSON to `path` ("-" or None: stdout); 0 where all is within bounds or there is no GPU."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where to write it."""
+    parser.add_argument("--json", metavar="FILE", default="-", help="where to write the figures (default: stdout)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the check as JSON; 0 where all is within bounds or there is no GPU."""
     import json
     import sys
 
@@ -184,9 +191,5 @@ def run(path: str | None) -> int:
     else:
         report = {"available": False, "reason": "PyTorch sees no CUDA device on this machine."}
         print(report["reason"], file=sys.stderr)
-    text = json.dumps(report, indent=1) + "\n"
-    if path in (None, "-"):
-        sys.stdout.write(text)
-    else:
-        Path(str(path)).write_text(text)
+    write(args.json, json.dumps(report, indent=1) + "\n")
     return 0 if report.get("ok", True) else 1

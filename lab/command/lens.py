@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engram_lab.lab.command.console import Parser, ends_between_steps
 from engram_lab.lab.draw.durations import digits
 
 if TYPE_CHECKING:
@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 EVERY = 3.0  # seconds between lines of progress
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
+    """The subcommand `fit`."""
+    text = "fit a translator for each layer on a text"
+    fit = parser.group().add_parser("fit", help=text, description=text)
+    add_fit_arguments(fit)
+
+
+def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     """What, on which text, how long, where to."""
     parser.add_argument("--model", required=True, help="shipped name, folder, hub id or .gguf file")
     parser.add_argument(
@@ -84,14 +91,10 @@ def run(args: argparse.Namespace) -> int:
     path = destination(handle, args.out)
     checkpoint = path.with_suffix(".fit")
     began = told = time.monotonic()
-    stopped: list[bool] = []
-    # Ctrl-C waits for the end of the step: half a step cannot be resumed to the same weights.
-    before = signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
 
     def report(step: int, losses: list[float]) -> None:
         nonlocal told
-        if stopped:
-            raise KeyboardInterrupt
+        end_here()
         now = time.monotonic()
         if step in (1, config.steps) or now - told >= EVERY:
             told = now
@@ -99,12 +102,12 @@ def run(args: argparse.Namespace) -> int:
             say(f"step {step} of {config.steps}, {digits(now - began, 0)} s, KL by layer: {curve}")
 
     try:
-        translators = tuned_lens.fit(handle, text, config, checkpoint, args.resume, report)
+        # Not in the middle of a step: half a step cannot be resumed to the same weights.
+        with ends_between_steps() as end_here:
+            translators = tuned_lens.fit(handle, text, config, checkpoint, args.resume, report)
     except KeyboardInterrupt:
         say(f"Interrupted: what was fitted is in {checkpoint}; go on with the same command and --resume.")
         raise
-    finally:
-        signal.signal(signal.SIGINT, before)
     tuned_lens.save(translators, path)
     checkpoint.unlink(missing_ok=True)
     info = translators.info

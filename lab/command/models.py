@@ -38,10 +38,10 @@ def run(args: argparse.Namespace) -> int:
 
 def run_get(args: argparse.Namespace) -> int:
     """Bring a model, with its progress on stderr; prints its folder."""
-    from engram_lab.lab.command.main import progress_line
+    from engram_lab.lab.command.console import progress
     from engram_lab.models.download import get_model
 
-    with progress_line() as progress:
-        folder = get_model(args.name, progress, args.via)
+    with progress() as tell:
+        folder = get_model(args.name, tell, args.via)
     print(folder)
     return 0

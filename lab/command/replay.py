@@ -25,7 +25,7 @@ verdicts:
                     size; at most 1 % of an array's integers, truth values and winning tokens turned
   changed           anything else
 Measured seconds are left out of all three. A run that cannot be computed is "not run".
-exit codes: 0; 1 if a run is changed or not run; 2 for a file that is no session; 130 for an interrupt
+exit codes: 0; 1 if a run is changed or not run; 2 for a file that is no session; 130 or 143 for an interrupt
 """
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, one line for each run as it is done; 1 if any is changed or not run."""
-    from engram_lab.lab.command.main import progress_line, write
+    from engram_lab.lab.command.console import progress, write
     from engram_lab.lab.sessions import compare
     from engram_lab.lab.sessions.archive import read_archive
     from engram_lab.lab.sessions.replay import Replayer, summary
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
             print(_line(_HEADS, widths))
         for n in replayer.chosen:
             # stdout is the table's alone, whatever a checkpoint's own code or a library prints.
-            with contextlib.redirect_stdout(sys.stderr), progress_line() as progress:
-                done.append(replayer.run(n, _told(progress, len(done), len(replayer.chosen), n)))
+            with contextlib.redirect_stdout(sys.stderr), progress() as tell:
+                done.append(replayer.run(n, _told(tell, len(done), len(replayer.chosen), n)))
             if table:
                 print(_line(_cells(done[-1]), widths), flush=True)
     if table:

@@ -148,7 +148,7 @@ def run_export(store: Store, args: argparse.Namespace) -> None:
 
 def run_html(store: Store, args: argparse.Namespace) -> None:
     """The page."""
-    from engram_lab.lab.command.main import write
+    from engram_lab.lab.command.console import write
     from engram_lab.lab.sessions.report import html_report
 
     if args.out == "-":

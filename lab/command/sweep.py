@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engram_lab.lab.sweep.run import Job, Ledger, Outcome
     from engram_lab.probes.base import Progress
 
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
 SHOWN = 24  # cells listed in the summary
 EXAMPLE = """\
 a sweep file, for instance:
@@ -36,7 +36,7 @@ a sweep file, for instance:
 An option that takes several values has them in a list inside the list: control: [["off"], ["off", "zeroed"]] are two
 cells. Write text in quotes where YAML reads something else: 1.50, 2026-01-01, off, on, yes, no.
 Run it again after an interrupt: finished cells are taken from the session, a changed model is computed again.
-Exit codes: 0; 1 if a cell failed; 2 for a bad file, before anything runs; 130 for an interrupt.
+Exit codes: 0; 1 if a cell failed; 2 for a bad file, before anything runs; 130 or 143 for an interrupt.
 """
 
 
@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace, sweep: Sweep, store: Store, session: str, out
         again = f"run the same command again to go on{', without --fresh' if args.fresh else ''}"
         print(f'Interrupted: {kept} of {len(sweep.cells)} cells are kept in the session "{session}"; {again}.',
               file=sys.stderr)  # fmt: skip
-        return INTERRUPTED
+        raise
     found = {cell: outcome for outcome in outcomes for cell in outcome.job.cells}
     runs = {cell: own.run.id for cell, own in sorted(found.items()) if own.run is not None}
     if out is not None and runs:
@@ -108,10 +108,10 @@ def _run(args: argparse.Namespace, sweep: Sweep, store: Store, session: str, out
 
 def _outcomes(sweep: Sweep, jobs: Sequence[Job], ledger: Ledger, address: str | None) -> Generator[Outcome]:
     """The outcomes as they come, with a line of progress on a terminal."""
-    from engram_lab.lab.command.main import progress_line
+    from engram_lab.lab.command.console import progress
     from engram_lab.lab.sweep.run import run_here
 
-    with progress_line() as show, contextlib.ExitStack() as stack:
+    with progress() as show, contextlib.ExitStack() as stack:
         line = None if show is None else Line(show, jobs)
         if address is None:
             found = run_here(sweep, jobs, ledger, None if line is None else line.within)

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.command.console import ends_between_steps
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -83,8 +85,6 @@ def mean_kl(
 
 def run(args: argparse.Namespace) -> int:
     """Prepare the text, train, write OUT/engram/final or OUT/dense/final."""
-    import signal
-
     import torch
     from tqdm import tqdm
     from transformers.utils import logging
@@ -119,18 +119,15 @@ def run(args: argparse.Namespace) -> int:
     with tqdm(total=config.steps * config.batch_tokens, unit="tok", unit_scale=True, file=sys.stderr) as bar:
         bar.update(trainer.step * config.batch_tokens)
 
-        stopped = []
-        # Ctrl-C waits for the end of the step: half a step cannot be resumed to the same weights.
-        signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
-
         def report(line: dict[str, Any]) -> None:
             bar.set_postfix(loss=f"{line['loss']:.3f}", refresh=False)
             bar.update(config.batch_tokens)
-            if stopped:
-                raise KeyboardInterrupt
+            end_here()
 
         try:
-            final = trainer.run(report, save_every=args.save_every)
+            # Not in the middle of a step: half a step cannot be resumed to the same weights.
+            with ends_between_steps() as end_here:
+                final = trainer.run(report, save_every=args.save_every)
         except KeyboardInterrupt:
             say(f"Interrupted at step {trainer.step}; go on with the same command and --resume.")
             raise

@@ -1,10 +1,9 @@
 """One module for each probe: how it is asked for on the command line, and its report as rows and as a figure.
 
-A front has HELP (and GROUP_HELP, where its name has two words), add_arguments(parser), config(args), options(config),
-files(config), view(config), rows(report) and figure(report, mode, handles). `view` gives the widgets and files with
+A front has add_arguments(parser), config(args), options(config), files(config), view(config), rows(report) and
+figure(report, mode, handles). `view` gives the widgets and files with
 which its page makes the request again, or LabError where no setting does; a front whose request may leave something to
-the model (the last position, the deepest layer) has settled(report), the request as its page makes it. Heavy imports
-wait inside the functions, as `engram-lab --help` imports all of them.
+the model (the last position, the deepest layer) has settled(report), the request as its page makes it.
 """
 
 from __future__ import annotations
@@ -16,24 +15,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engram_lab.probes.base import Report
 
-FRONTS = (
-    "lens",
-    "cka",
-    "gates",
-    "rows",
-    "sensitivity",
-    "kv swap",
-    "kv map",
-    "kv knockout",
-    "kv erratum",
-    "kv reasoning",
-    "kv compose",
-    "kv set",
-    "facts check",
-    "facts layers",
-    "facts density",
-    "facts alternatives",
-)  # the probes of probes.PROBES, in the order of --help
+FRONTS = {  # the probes of probes.PROBES in the order of --help, each with its line there
+    "lens": "logit lens and tuned lens: what each layer would predict",
+    "cka": "CKA: which layer of one model looks like which layer of another",
+    "gates": "gates of a memory: what opens, what is written, what it says and whether it matters",
+    "rows": "rows: what one position reads from the memory, who shares it, and how evenly a text uses it",
+    "sensitivity": "loss on text sets with the memory intact, changed and off",
+    "kv swap": "swap K and V of a changed field, of what is behind it, and of other positions into a stale cache",
+    "kv map": "what each position and layer of a cache recovers, swapped alone",
+    "kv knockout": "the answer with a part of the cache zeroed, averaged, made noise or taken from another text",
+    "kv erratum": "a correction behind a stale cache in place of a new prefill, with controls, and a chain of them",
+    "kv reasoning": "the field alone swapped, and the model writes some tokens before it answers",
+    "kv compose": "a block prefilled alone, moved behind a prefix by rotating its keys, against a full prefill",
+    "kv set": "a whole library of scenarios: kind of question by recovery, with intervals",
+    "facts check": "write facts, then: did the model learn them, what else changed, does undoing give every bit back",
+    "facts layers": "the same facts written at each memory layer by itself",
+    "facts density": "recall over the number of facts, aliases apart from interference; two users on top of each other",
+    "facts alternatives": "the same facts in rows, in LoRA, in the prompt and retrieved: recall, and what happens to "
+    "unrelated text",
+}
+GROUPS = {  # the first words of the names that have two
+    "kv": "what a KV cache remembers of a prompt: swap, map, knock out, correct, move",
+    "facts": "what writing a user's facts into rows does: check, layers, density, alternatives",
+}
 
 
 def front(probe: str) -> ModuleType:

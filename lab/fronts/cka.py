@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.cka import CKAConfig
     from engram_lab.probes.points import Sentence
 
-HELP = "CKA: which layer of one model looks like which layer of another"
 ENTITIES = "entities.bio"  # the sentences that ship
 # The kinds of points of probes.points, in the words of the page
 KINDS = {"ends of entities": "entity", "all tokens": "all", "ends of texts": "last"}

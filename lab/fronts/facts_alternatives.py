@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.facts.alternatives import AlternativesConfig
     from engram_lab.probes.facts.sets import StatedFact
 
-GROUP_HELP = facts_files.GROUP_HELP
-HELP = "the same facts in rows, in LoRA, in the prompt and retrieved: recall, and what happens to unrelated text"
 RANKS, MOST = (8, 64), 20  # of LoRA, that the page offers; facts retrieved there at most
 N_TEXTS, BEST = 120, 3  # unrelated texts, facts that are retrieved
 

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.facts.check import CheckConfig
 
-GROUP_HELP = facts_files.GROUP_HELP
-HELP = "write facts, then: did the model learn them, what else changed, does undoing give every bit back"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the check takes."""

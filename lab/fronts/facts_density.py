@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.facts.density import DensityConfig
 
-GROUP_HELP = facts_files.GROUP_HELP
-HELP = "recall over the number of facts, aliases apart from interference; two users on top of each other"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the study takes."""

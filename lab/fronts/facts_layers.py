@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.facts.layers import LayersConfig
 
-GROUP_HELP = facts_files.GROUP_HELP
-HELP = "the same facts written at each memory layer by itself"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the study takes."""

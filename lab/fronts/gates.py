@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.gates import GatesConfig
 
 AS_IT_IS, ALL_LAYERS = "as it is", "all layers"  # of one prompt, in the words of the page
-HELP = "gates of a memory: what opens, what is written, what it says and whether it matters"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags as arguments
-from engram_lab.lab.ask import scenarios, widgets
+from engram_lab.lab.ask import widgets
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.kv.compose import ComposeConfig
 
-GROUP_HELP = scenarios.GROUP_HELP
 AGAIN = (0, 1, 2, 4, 8, 16, 32)  # tokens of a block that run again, and lengths of it, that the page offers
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-HELP = "a block prefilled alone, moved behind a prefix by rotating its keys, against a full prefill"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

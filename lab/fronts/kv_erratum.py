@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.kv.erratum import ErratumConfig
 
-GROUP_HELP = scenarios.GROUP_HELP
 POLICIES = (0, 4, 3, 2, 1)  # corrections until all is prefilled anew, that the page offers
-HELP = "a correction behind a stale cache in place of a new prefill, with controls, and a chain of them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

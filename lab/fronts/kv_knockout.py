@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.kv.knockout import KnockoutConfig
 
-GROUP_HELP = scenarios.GROUP_HELP
-HELP = "the answer with a part of the cache zeroed, averaged, made noise or taken from another text"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the knock-outs take."""

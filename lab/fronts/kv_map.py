@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.kv.map import MapConfig
 
-GROUP_HELP = scenarios.GROUP_HELP
-HELP = "what each position and layer of a cache recovers, swapped alone"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the map takes."""

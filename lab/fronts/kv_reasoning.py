@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.kv.reasoning import ReasoningConfig
 
-GROUP_HELP = scenarios.GROUP_HELP
 TOKENS = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # that the page offers to write
-HELP = "the field alone swapped, and the model writes some tokens before it answers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

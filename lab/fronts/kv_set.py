@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.kv.set import SetConfig
 
-GROUP_HELP = kv_scenarios.GROUP_HELP
-HELP = "a whole library of scenarios: kind of question by recovery, with intervals"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the set takes."""

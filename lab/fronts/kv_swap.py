@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.kv.swap import SwapConfig
 
-GROUP_HELP = scenarios.GROUP_HELP
 SIZES = (1, 2, 4, 8, 16)  # numbers of positions that the page offers, each for last, best and random
-HELP = "swap K and V of a changed field, of what is behind it, and of other positions into a stale cache"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.logit_lens import LensConfig
 
 TOP = 20  # tokens that the page lists for a cell at most
-HELP = "logit lens and tuned lens: what each layer would predict"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -45,7 +45,7 @@ def usage(probe: str) -> str:
     """What `engram-lab probe NAME --help` says."""
     parser = argparse.ArgumentParser(
         prog=f"engram-lab probe {probe}",
-        description=front(probe).HELP,
+        description=FRONTS[probe],
         formatter_class=partial(argparse.HelpFormatter, width=110, max_help_position=32),
         add_help=False,
     )

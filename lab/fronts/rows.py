@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.rows import RowsConfig
 
 TOP, SHARERS = 50, 500  # tokens and sharers that the page lists at most
-HELP = "rows: what one position reads from the memory, who shares it, and how evenly a text uses it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

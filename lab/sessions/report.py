@@ -24,7 +24,7 @@ from plotly.offline import get_plotlyjs
 
 from engram_lab.lab.draw import durations
 from engram_lab.lab.draw.theme import MONO, PALETTES, SANS
-from engram_lab.lab.fronts import export, front
+from engram_lab.lab.fronts import FRONTS, export, front
 from engram_lab.lab.fronts.report_figures import figures_of
 from engram_lab.models.errors import LabError
 from engram_lab.probes import running
@@ -138,7 +138,7 @@ def _run(info: RunInfo, report: Report, handles: Sequence[Handle]) -> dict[str, 
     said = getattr(report.result, "said", ())
     return {
         "probe": report.probe,
-        "about": shown.HELP,
+        "about": FRONTS[report.probe],
         "info": info,
         "protocol": report.protocol,
         "said": [said] if isinstance(said, str) else [text for text in said if isinstance(text, str)],

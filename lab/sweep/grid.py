@@ -179,7 +179,7 @@ def _cells(path: Path, probe: str, options: Mapping[str, Any], axes: tuple[str, 
 
 def _parser(probe: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.Action]]:
     """The parser of `engram-lab probe PROBE`, without its outputs, and its options by name."""
-    from engram_lab.lab.command.main import Parser
+    from engram_lab.lab.command.console import Parser
 
     parser = Parser(prog=f"engram-lab probe {probe}", allow_abbrev=False)
     front(probe).add_arguments(parser)
@@ -195,7 +195,7 @@ def _cell(
     parser: argparse.ArgumentParser, known: Mapping[str, argparse.Action], probe: str, values: dict[str, Any],
     folder: Path,
 ) -> Cell:  # fmt: skip
-    from engram_lab.lab.command.main import BadUsageError
+    from engram_lab.lab.command.console import BadUsageError
     from engram_lab.models.errors import LabError
 
     words = [word for name, value in values.items() for word in _words(name, value, known[name], folder)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from engram_lab.lab.command import facts as facts_command
+from engram_lab.lab.command.main import build_parser
 from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import open_model
@@ -34,11 +33,7 @@ def lab(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(*words: Any) -> int:
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers(required=True)
-    facts_command.add_arguments(commands.add_parser("facts"))
-    facts_command.add_graft_arguments(commands.add_parser("graft"))
-    args = parser.parse_args(list(map(str, words)))
+    args = build_parser().parse_args(list(map(str, words)))
     code: int = args.call(args)
     return code
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import signal
 import sys
@@ -36,9 +35,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fit(*options: str) -> int:
-    parser = argparse.ArgumentParser()
-    lens_command.add_arguments(parser)
-    return lens_command.run(parser.parse_args(["--model", "dense-mini", *options]))
+    return main(["lens", "fit", "--model", "dense-mini", *options])
 
 
 def test_the_lens_finds_what_was_fitted(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

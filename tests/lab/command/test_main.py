@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engram_lab.lab.command.main import main, progress_line
+from engram_lab.lab.command.console import ends_between_steps, progress
+from engram_lab.lab.command.main import main
 from engram_lab.lab.fronts import export
 from engram_lab.models.handle import open_model
 from engram_lab.probes.base import Report
@@ -174,15 +178,61 @@ def test_an_interrupt_exits_with_130(folder: Path, monkeypatch: pytest.MonkeyPat
     assert lens("--model", folder / "one", "--prompt", "a") == 130
 
 
-def test_a_fault_of_ours_is_not_passed_off_as_a_bad_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_ends_a_command_as_an_interrupt_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engram_lab.models import handle
+
+    ended = []
+
+    def killed(*args: Any, **options: Any) -> Any:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            ended.append(True)  # what is open is closed on the way out
+
+    monkeypatch.setattr(handle, "open_model", killed)
+    assert lens("--model", folder / "one", "--prompt", "a") == 143 and ended
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "a program that calls main() has its own handler back"
+
+
+@pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_work_in_steps_ends_between_them(sign: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engram_lab.models import listing
+
+    steps = []
+
+    def work() -> Any:
+        with ends_between_steps() as end_here:
+            for _ in range(3):
+                steps.append("begun")
+                os.kill(os.getpid(), sign)
+                steps.append("done")
+                end_here()
+
+    monkeypatch.setattr(listing, "list_models", work)
+    assert main(["models"]) == code and steps == ["begun", "done"]
+
+
+@pytest.mark.parametrize("fault", [ValueError("a bug"), OSError("a bug"), OSError(errno.EBADF, "a bug")])
+def test_a_fault_of_ours_is_not_passed_off_as_a_bad_request(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     from engram_lab.models import listing
 
     def broken() -> Any:
-        raise ValueError("a bug")
+        raise fault
 
     monkeypatch.setattr(listing, "list_models", broken)
-    with pytest.raises(ValueError, match="a bug"):
+    with pytest.raises(type(fault), match="a bug"):
         main(["models"])
+
+
+def test_a_full_disk_is_one_sentence(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engram_lab.models import listing
+
+    def full() -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(listing, "list_models", full)
+    assert refused(capsys, "models") == "Could not read or write: No space left on device.\n"
 
 
 def test_models_are_listed(capsys: Capture) -> None:
@@ -194,26 +244,37 @@ def test_models_are_listed(capsys: Capture) -> None:
 
 
 def test_progress_shows_only_on_a_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    with progress_line() as show:
+    with progress() as show:
         assert show is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with progress_line() as show:
+    with progress() as show:
         assert show is not None
         show(0.25, "one: prompt 1 of 4")
     err = capsys.readouterr().err
-    assert " 25%  one: prompt 1 of 4" in err and err.endswith("\r\x1b[K"), "the line is wiped in the end"
+    assert " 25%  one: prompt 1 of 4" in err and err.endswith(" \r"), "the line is wiped in the end"
 
 
-def test_asking_for_help_does_not_wait_for_torch() -> None:
+@pytest.mark.parametrize(
+    ("options", "fronts", "words"),
+    [
+        (["--help"], [], "probe"),
+        (["probe", "--help"], [], "kv"),
+        (["probe", "lens", "--help"], ["engram_lab.lab.fronts.lens"], "--tuned"),
+        (["probe", "kv", "--help"], [], "erratum"),
+    ],
+)
+def test_asking_for_help_does_not_wait_for_torch(options: list[str], fronts: list[str], words: str) -> None:
     program = (
-        "import sys, lab.command.main\n"
-        "try: lab.command.main.main(['--help'])\n"
+        "import sys\nfrom engram_lab.lab.command.main import main\n"
+        f"try: main({options})\n"
         "except SystemExit as end: assert end.code == 0\n"
-        "assert not {'torch', 'transformers', 'streamlit', 'plotly', 'pandas'} & set(sys.modules)\n"
+        "assert not {'torch', 'transformers', 'streamlit', 'plotly', 'pandas', 'numpy'} & set(sys.modules)\n"
+        "fronts = [name for name in sys.modules if name.startswith('engram_lab.lab.fronts.')]\n"
+        f"assert fronts == {fronts}, fronts\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "probe" in done.stdout
+    assert words in done.stdout
 
 
 def test_as_a_program(folder: Path, tmp_path: Path) -> None:

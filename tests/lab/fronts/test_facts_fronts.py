@@ -57,7 +57,6 @@ def test_the_flags_of_a_request_make_it_again(
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert front.config(parsed(front, shlex.split(" ".join(front.options(config))))) == config
-    assert front.GROUP_HELP == facts_files.GROUP_HELP and front.HELP
 
 
 def test_what_ships_is_the_default_and_needs_no_file() -> None:

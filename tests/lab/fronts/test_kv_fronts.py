@@ -77,7 +77,6 @@ def test_the_flags_of_a_request_make_it_again(
     front: ModuleType, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert again(front, config, tmp_path, monkeypatch) == config
-    assert front.GROUP_HELP == kv_scenarios.GROUP_HELP and front.HELP
 
 
 def test_a_scenario_is_named_changed_or_given(tmp_path: Path) -> None:

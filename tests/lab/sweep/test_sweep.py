@@ -238,7 +238,7 @@ def test_a_tuned_lens_that_was_fitted_anew_is_computed_anew(
     assert run(file, store) == 0 and len(runs_of(store)) == 4
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_after_an_interrupt_it_goes_on(how: signal.Signals, shipped: Path, tmp_path: Path, store: str) -> None:
     (tmp_path / "set.txt").write_text("The river runs\npast the old mill\ninto the sea\n" * 12, encoding="utf-8")
     content = lens(shipped, seed=list(range(8)), prompts="set.txt", bootstrap=20_000)  # so that a cell takes a while
@@ -263,8 +263,8 @@ def test_after_an_interrupt_it_goes_on(how: signal.Signals, shipped: Path, tmp_p
         process.kill()
     kept = runs()
     assert kept[: len(before)] == before and 3 <= len(kept) < 16 and not table.exists() and out == "", err
-    if how == signal.SIGINT:
-        assert process.returncode == 130 and err.count("\n") == 1
+    if how != signal.SIGKILL:
+        assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[how] and err.count("\n") == 1
         assert f'{len(kept)} of 16 cells are kept in the session "grid"; run the same command again' in err
     assert run(file, store, "--out", table) == 0
     done = runs()

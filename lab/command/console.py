@@ -1,0 +1,114 @@
+"""What all commands share at the terminal: a parser whose errors are one sentence, output, progress, and how they end.
+
+It knows no command: main.py puts them together, and each command takes from here what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+Progress = Callable[[float, str], None]  # (the fraction that is done, what is being done)
+
+
+class BadUsageError(Exception):
+    """Options that argparse refuses."""
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, whose errors are one sentence; `fill` adds the arguments once they are asked for.
+
+    So a command whose name is not on the command line imports nothing.
+    """
+
+    def __init__(self, *args: Any, fill: Callable[[Parser], None] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._fill = fill
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        """As argparse's own."""
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            fill(self)
+        return super().parse_known_args(*args, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise BadUsageError(f"{message[:1].upper()}{message[1:]}; see {self.prog} --help.")
+
+    def group(self, title: str = "commands", metavar: str = "COMMAND") -> Any:
+        """Commands below this one, of which one has to be named; its `add_parser` takes `fill` too."""
+        return self.add_subparsers(title=title, required=True, metavar=metavar, parser_class=Parser)
+
+
+def write(path: str, text: str) -> None:
+    """To a file, or to stdout for "-", in UTF-8 as JSON has to be."""
+    if path == "-":
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Progress | None]:
+    """A line on stderr that is rewritten, and wiped in the end; None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=1, bar_format="{percentage:3.0f}%  {desc}", leave=False, file=sys.stderr, mininterval=0) as bar:
+
+        def show(fraction: float, doing: str) -> None:
+            bar.n = fraction
+            bar.set_description_str(doing)
+
+        yield show
+
+
+@contextlib.contextmanager
+def ends_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises TerminatedError while this lasts, unless this process was started to ignore it."""
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(*_: Any) -> NoReturn:
+        raise TerminatedError
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def ends_between_steps() -> Iterator[Callable[[], None]]:
+    """Ctrl-C and SIGTERM wait until the work calls what this yields, which then raises as they do elsewhere."""
+    asked: list[type[KeyboardInterrupt]] = []
+    errors: dict[int, type[KeyboardInterrupt]] = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: TerminatedError}
+
+    def check() -> None:
+        if asked:
+            raise asked[0]
+
+    before = {sign: signal.signal(sign, lambda sign, _: asked.append(errors[sign])) for sign in errors}
+    try:
+        yield check
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
