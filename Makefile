@@ -1,16 +1,19 @@
 # PYTHON makes the environment (3.11 or newer); ARGS goes to the command that a target runs.
 PYTHON ?= python3
 ARGS ?=
-# Test processes of one thread each, which together are twice as fast as one process of two threads.
-WORKERS ?= 2
+# Test processes of one thread each, which together are twice as fast as one process of as many threads.
+CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+WORKERS ?= $(if $(filter 1 2 3,$(CORES)),$(CORES),4)
+QUICK := not slow and not browser
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help app test format screenshots clean
+.PHONY: help app test test-all check format screenshots clean
 
 help:
 	@echo "make app      install what the lab needs into .venv (once) and start it in the browser"
 	@echo "make test     the same for the tests: ruff, mypy, pytest (ARGS='-k lens' picks some)"
+	@echo "make test-all the same with the slow ones too: the browser, crowds, kills, Dask, the wheel"
 	@echo "make format   let ruff tidy the code"
 	@echo "make screenshots  take the pictures of the README anew, from the app itself"
 	@echo "make clean    remove .venv, caches and build folders"
@@ -19,11 +22,19 @@ help:
 app: .venv/installed
 	@$(BIN)/engram-lab app $(ARGS)
 
-test: .venv/installed-dev
+test: check
+	$(PYTEST) -m '$(QUICK)' $(ARGS)
+
+test-all: check
+	$(PYTEST) $(ARGS)
+
+# Each process gets its part of the files in order; whoever is done takes from the others.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
+
+check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
