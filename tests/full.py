@@ -1,4 +1,4 @@
-"""Whether the long form of the tests is asked for: ENGRAM_LAB_FULL=1 make test."""
+"""Whether the long form of the tests is asked for: ENGRAM_LAB_FULL=1 make test-all."""
 
 from __future__ import annotations
 
