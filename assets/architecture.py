@@ -25,7 +25,7 @@ LAYERS = [
     ]),
     ("probes/", "run(handles, config) → Report", ORANGE, [
         ("base.py", "Record, Array, Report, Protocol"),
-        ("logit_lens.py, cka.py", "layers"),
+        ("lens.py, cka.py", "layers"),
         ("gates.py, rows.py, …", "the memory"),
         ("kv_*.py", "caches"),
         ("fact_*.py", "facts in rows"),

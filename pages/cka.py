@@ -14,7 +14,7 @@ from engram_lab.lab.fronts.cka import shipped
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Report
 from engram_lab.probes.cka import CKAConfig, looks_like
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 from engram_lab.probes.points import ALL, ENTITY, LAST, Sentence, read_sentences, take
 
 FIRST = 200  # sentences that the page opens with: enough for narrow intervals, and seconds to run

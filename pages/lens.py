@@ -14,7 +14,7 @@ from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import lens_figures, lens_summaries, reference
 from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Report
-from engram_lab.probes.logit_lens import LensConfig, TunedReading
+from engram_lab.probes.lens import LensConfig, TunedReading
 from engram_lab.probes.tuned_lens import find
 
 # What the map's colours can show, in the words of the URL.

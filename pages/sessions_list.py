@@ -18,12 +18,11 @@ from engram_lab.lab.app.settings import settings
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.durations import digits
-from engram_lab.lab.fronts import export, front
+from engram_lab.lab.fronts import FRONTS, export, front
 from engram_lab.lab.sessions import RunInfo, SessionInfo, archive
 from engram_lab.lab.sessions import report as report_html
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
-from engram_lab.probes import PROBES
 from engram_lab.probes.base import Report
 
 SHOWN = 12  # sessions at once
@@ -43,7 +42,7 @@ def search() -> list[SessionInfo]:
         words = st.text_input(
             "Search", key="find", bind="query-params", placeholder="name, note, tag or prompt", width=320
         )
-        probes = [ANY, *(name for name in PROBES if any(run.probe == name for s in everything for run in s.runs))]
+        probes = [ANY, *(name for name in FRONTS if any(run.probe == name for s in everything for run in s.runs))]
         models = [ANY, *sorted({m.name for s in everything for run in s.runs for m in run.models})]
         tags = [ANY, *sorted({tag for s in everything for tag in s.tags})]
         picked = []

@@ -1,23 +1,25 @@
 """One module for each probe: run(handles, config, progress) -> Report, with a Config and a Result of its own.
 
-A new probe is a module here with CONFIG, RESULT and run, and a line in PROBES.
+A probe's file is its name: "lens" is probes/lens.py, "kv swap" is probes/kv/swap.py. It has CONFIG, RESULT,
+DEFINITIONS and run, and depends where it reads more from disk than the models. The list of them all, in the order in
+which they are shown, is lab.fronts.FRONTS: nothing here needs one.
 """
 
-PROBES = {  # name -> module, imported when it is needed
-    "lens": "engram_lab.probes.logit_lens",
-    "gates": "engram_lab.probes.gates",
-    "rows": "engram_lab.probes.rows",
-    "sensitivity": "engram_lab.probes.sensitivity",
-    "cka": "engram_lab.probes.cka",
-    "kv swap": "engram_lab.probes.kv.swap",
-    "kv map": "engram_lab.probes.kv.map",
-    "kv knockout": "engram_lab.probes.kv.knockout",
-    "kv erratum": "engram_lab.probes.kv.erratum",
-    "kv reasoning": "engram_lab.probes.kv.reasoning",
-    "kv compose": "engram_lab.probes.kv.compose",
-    "kv set": "engram_lab.probes.kv.set",
-    "facts check": "engram_lab.probes.facts.check",
-    "facts layers": "engram_lab.probes.facts.layers",
-    "facts density": "engram_lab.probes.facts.density",
-    "facts alternatives": "engram_lab.probes.facts.alternatives",
-}
+import importlib
+import re
+from types import ModuleType
+
+
+def module_of(probe: str) -> ModuleType:
+    """The module of a probe, imported now. LookupError, a sentence, for a name that is none, whatever it is."""
+    path = f"{__name__}.{probe.replace(' ', '.')}"
+    if re.fullmatch("[a-z]+( [a-z]+)?", probe):
+        try:
+            module = importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if not path.startswith(error.name or "?"):  # the probe is there, and something that it needs is not
+                raise
+        else:
+            if hasattr(module, "RESULT"):  # it is no helper of the probes, like probes/stats.py
+                return module
+    raise LookupError(f'This version of the lab has no probe "{probe}".')

@@ -6,7 +6,6 @@ An array field is annotated with its axes and unit (see `Array`); arrays of one 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.metadata
 import json
 import platform
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from engram_lab.models.errors import DataError
-from engram_lab.probes import PROBES
+from engram_lab.probes import module_of
 
 if TYPE_CHECKING:
     from engram_lab.models.handle import Handle
@@ -230,9 +229,10 @@ class Report(Record):
         """The report of any probe of the lab; DataError for anything else."""
         if not isinstance(stored, dict) or set(stored) != {"probe", "config", "protocol", "result"}:
             raise DataError("This is no report of the lab: it needs the keys probe, config, protocol, result.")
-        if stored["probe"] not in PROBES:
-            raise DataError(f'This version of the lab has no probe "{stored["probe"]}".')
-        module = importlib.import_module(PROBES[stored["probe"]])
+        try:
+            module = module_of(str(stored["probe"]))
+        except LookupError as error:
+            raise DataError(str(error)) from None
         return cls(
             stored["probe"],
             module.CONFIG.from_dict(stored["config"]),

@@ -25,8 +25,8 @@ from engram_lab.probes import definitions
 from engram_lab.probes.attribution import Attribution, KnockOut, attribution, knock_out, parts, targets_of
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, arrays_of
 from engram_lab.probes.gate_statistics import Ngram, canonical_map, learned_ceilings, ranking, spearman, token_text
+from engram_lab.probes.lens import mean_interval, resample_weights, scalar_fields, spans_of
 from engram_lab.probes.lens_math import lens_statistics
-from engram_lab.probes.logit_lens import mean_interval, resample_weights, scalar_fields, spans_of
 
 # One sentence for each figure, to print beside it.
 DEFINITIONS = definitions.GATES

@@ -1,23 +1,16 @@
-"""Running a probe by its name: its module, what its result depends on, and its report with the time it took."""
+"""Running a probe by its name: what its result depends on, and its report with the time it took."""
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.probes import PROBES
+from engram_lab.probes import module_of as module_of
 
 if TYPE_CHECKING:
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Progress, Record, Report
-
-
-def module_of(probe: str) -> ModuleType:
-    """The module of a probe, with its CONFIG, RESULT, DEFINITIONS and run; KeyError for no probe."""
-    return importlib.import_module(PROBES[probe])
 
 
 def depends(probe: str, handles: Sequence[Handle], config: Record) -> list[str]:

@@ -10,9 +10,9 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from engram_lab.models.handle import Handle
-from engram_lab.probes import logit_lens
+from engram_lab.probes import lens as lens_probe
 from engram_lab.probes.base import Report
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 from tests import memory_lab
 from tests.memory_lab import CONTEXT
 from tests.models import tiny
@@ -40,7 +40,7 @@ def pair(twins: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerFast) 
 @pytest.fixture(scope="session")
 def report(pair: list[Handle]) -> Report:
     """Both models on one prompt, with a target."""
-    return logit_lens.run(pair, LensConfig(tuple(h.name for h in pair), (PROMPT,), TARGET, top_k=4))
+    return lens_probe.run(pair, LensConfig(tuple(h.name for h in pair), (PROMPT,), TARGET, top_k=4))
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +48,7 @@ def set_report(pair: list[Handle]) -> Report:
     """Both models on a few texts."""
     texts = ("The river runs", "Paris is the capital of France", "past the old mill and into the sea")
     config = LensConfig(tuple(h.name for h in pair), texts, bootstrap=60, detail=False)
-    return logit_lens.run(pair, config)
+    return lens_probe.run(pair, config)
 
 
 def training(memory: bool) -> dict:

@@ -12,10 +12,11 @@ from typing import Any
 import streamlit as st
 
 from engram_lab.lab.ask import facts as facts_files
+from engram_lab.lab.fronts import FRONTS
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Fact, Overlay
-from engram_lab.probes import PROBES, running
+from engram_lab.probes import module_of
 from engram_lab.probes.facts.addresses import address_groups
 from engram_lab.probes.facts.check import CheckConfig
 from engram_lab.probes.facts.sets import StatedFact
@@ -117,6 +118,6 @@ def take_up(handle: Handle, known: dict[str, User]) -> None:
             user.forget(handle)
             user.asked[handle.fingerprint], user.kept = config, overlay
         else:
-            facts = (name for name in PROBES if name.startswith("facts "))
-            (probe,) = (name for name in facts if running.module_of(name).CONFIG is type(config))
+            facts = (name for name in FRONTS if name.startswith("facts "))
+            (probe,) = (name for name in facts if module_of(name).CONFIG is type(config))
             st.session_state.setdefault("facts_sets", {})[probe] = config

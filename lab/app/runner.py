@@ -24,9 +24,10 @@ from engram_lab.lab.draw import theme
 from engram_lab.models.errors import LabError, UnknownModelError
 from engram_lab.models.handle import Handle
 from engram_lab.models.listing import list_models
-from engram_lab.probes import logit_lens, running
+from engram_lab.probes import lens as lens_probe
+from engram_lab.probes import running
 from engram_lab.probes.base import Record, Report
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 
 NOTHING = "nothing"  # the choice of no comparison model
 KEPT_RESULTS = 24
@@ -307,5 +308,5 @@ def warm_up() -> None:
             except LabError:
                 continue
             with line().turn(opened):
-                logit_lens.run(opened, LensConfig(models=(name,), prompts=("Good morning",)))
+                lens_probe.run(opened, LensConfig(models=(name,), prompts=("Good morning",)))
             open_models_here().release(opened)

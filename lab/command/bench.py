@@ -58,7 +58,7 @@ def lens(positions: int = 128, rounds: int = 5, clock: Callable[[], float] = tim
 
     from engram_lab.models.data import train_tokenizer
     from engram_lab.models.handle import Handle
-    from engram_lab.probes.logit_lens import LensConfig, run
+    from engram_lab.probes.lens import LensConfig, run
 
     torch.manual_seed(0)
     config = LlamaConfig(

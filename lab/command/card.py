@@ -70,12 +70,12 @@ def lens_table(report: Report) -> str:
 def measure(first: str, second: str, prompts: tuple[str, ...]) -> Report:
     """Both lenses of two shipped models on a text set."""
     from engram_lab.models.handle import open_model
-    from engram_lab.probes import logit_lens
+    from engram_lab.probes import lens as lens_probe
 
     handles = [open_model(first), open_model(second)]
     try:
-        config = logit_lens.LensConfig(models=(first, second), prompts=prompts, detail=False, tuned=True)
-        return logit_lens.run(handles, config)
+        config = lens_probe.LensConfig(models=(first, second), prompts=prompts, detail=False, tuned=True)
+        return lens_probe.run(handles, config)
     finally:
         for handle in handles:
             handle.close()

@@ -37,7 +37,7 @@ def _know() -> list[tuple[str, Any]]:
     from engram_lab.lab.ask.texts import held_out
     from engram_lab.lab.fronts import cka
     from engram_lab.probes.cka import CKAConfig
-    from engram_lab.probes.logit_lens import LensConfig
+    from engram_lab.probes.lens import LensConfig
     from engram_lab.probes.points import ENTITY, take
 
     both = (ENGRAM, DENSE)

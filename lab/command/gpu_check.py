@@ -29,10 +29,10 @@ REPEATS = 5
 
 def lens(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
     """The lens probe on the default prompt: (report, the figures to compare, by name)."""
-    from engram_lab.probes import logit_lens
+    from engram_lab.probes import lens as lens_probe
 
-    config = logit_lens.LensConfig(models=tuple(h.name for h in handles), prompts=(PROMPT,), target=" States")
-    report = logit_lens.run(handles, config)
+    config = lens_probe.LensConfig(models=tuple(h.name for h in handles), prompts=(PROMPT,), target=" States")
+    report = lens_probe.run(handles, config)
     figures = {}
     for model in report.result.models:
         for field in ("kl", "entropy", "next_token_loss", "target_prob"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engram_lab.probes.base import Report
 
-FRONTS = {  # the probes of probes.PROBES in the order of --help, each with its line there
+FRONTS = {  # all probes, in the order of --help, each with its line there; a probe's files are named after it
     "lens": "logit lens and tuned lens: what each layer would predict",
     "cka": "CKA: which layer of one model looks like which layer of another",
     "gates": "gates of a memory: what opens, what is written, what it says and whether it matters",

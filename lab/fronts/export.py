@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from engram_lab.lab.fronts import front
 from engram_lab.models.errors import LabError
-from engram_lab.probes import PROBES
+from engram_lab.probes import module_of
 from engram_lab.probes.base import Record, Report
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def command_line(probe: str, config: Record) -> str:
 
 def python(probe: str, config: Record) -> str:
     """A Python program of a request; one that is long, or holds records of its own, is read from REQUEST_FILE."""
-    package, _, module = PROBES[probe].rpartition(".")
+    package, _, module = module_of(probe).__name__.rpartition(".")
     kind = type(config).__name__
     head, made = "", _constructor(config)
     if len(made) > LONG or any(_holds_records(getattr(config, item.name)) for item in dataclasses.fields(config)):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.logit_lens import LensConfig
+    from engram_lab.probes.lens import LensConfig
 
 TOP = 20  # tokens that the page lists for a cell at most
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config(args: argparse.Namespace) -> LensConfig:
     """The request."""
-    from engram_lab.probes.logit_lens import LensConfig
+    from engram_lab.probes.lens import LensConfig
 
     prompts, detail = arguments.read_prompts(args)
     return LensConfig(

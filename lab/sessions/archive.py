@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 from engram_lab.lab.ask.view import View
 from engram_lab.lab.sessions import NewRun, naming, packing
 from engram_lab.models.errors import LabError
-from engram_lab.probes import PROBES
+from engram_lab.probes import module_of
 
 if TYPE_CHECKING:
     from engram_lab.lab.sessions import SessionInfo, Store
@@ -288,8 +288,10 @@ def _run(stored: Any, take: Callable[[object], bytes]) -> NewRun:
     keys = {"probe", "created", "seconds", "environment", "view", "attachments", "report"}
     fields = _Fields(stored, "a run", keys)
     probe, seconds = fields.text("probe"), fields.stored["seconds"]
-    if probe not in PROBES:
-        raise ArchiveError(f"this version of the lab has no probe {_shown(probe)}")
+    try:
+        module_of(probe)
+    except LookupError:
+        raise ArchiveError(f"this version of the lab has no probe {_shown(probe)}") from None
     number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if seconds is not None and not (number and math.isfinite(seconds) and 0 <= seconds < 1e9):
         raise ArchiveError("its duration is no number of seconds")

@@ -15,7 +15,7 @@ import numpy as np
 from engram_lab.models.errors import AlignmentError, DataError, PromptError, TargetError, first_line
 from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Array, Record
-from engram_lab.probes.logit_lens import spans_of
+from engram_lab.probes.lens import spans_of
 
 FIELD = "{field}"
 ALIGN = ("refuse", "split")

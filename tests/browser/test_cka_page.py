@@ -13,10 +13,11 @@ from playwright.sync_api import Page, expect
 from engram_lab.lab.fronts import cka_figures
 from engram_lab.lab.fronts.cka import shipped
 from engram_lab.models.handle import open_model
-from engram_lab.probes import cka, logit_lens
+from engram_lab.probes import cka
+from engram_lab.probes import lens as lens_probe
 from engram_lab.probes.base import Report
 from engram_lab.probes.cka import CKAConfig, looks_like
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 from engram_lab.probes.points import read_sentences, take
 from tests.browser.plots import LOOKS, drawn, redrawn, settled
 
@@ -36,7 +37,7 @@ def reports() -> tuple[Report, Report, Report]:
     handles = [open_model(name) for name in MODELS]
     texts, entities = take(shipped(), "entity", N)
     ours = cka.run(handles, CKAConfig(MODELS, texts, entities))
-    lens = logit_lens.run(handles, LensConfig(MODELS, texts, detail=False))
+    lens = lens_probe.run(handles, LensConfig(MODELS, texts, detail=False))
     brought = cka.run(handles, CKAConfig(MODELS, *take(read_sentences(BIO.encode(), "x"), "entity")))
     for handle in handles:
         handle.close()

@@ -13,9 +13,9 @@ from playwright.sync_api import Page, expect
 
 from engram_lab.lab.draw.theme import PALETTES
 from engram_lab.models.handle import open_model
-from engram_lab.probes import logit_lens
+from engram_lab.probes import lens as lens_probe
 from engram_lab.probes.base import Report
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 from tests.browser.plots import LOOKS, drawn, redrawn, settled, type_prompt
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
@@ -31,7 +31,7 @@ MAP = "at each layer and position"
 def report() -> Report:
     """The probe's own numbers for what the tests type."""
     handles = [open_model(name) for name in MODELS]
-    found = logit_lens.run(handles, LensConfig(MODELS, (PROMPT,), tuned=True))
+    found = lens_probe.run(handles, LensConfig(MODELS, (PROMPT,), tuned=True))
     for handle in handles:
         handle.close()
     return found

@@ -14,8 +14,8 @@ from engram_lab.lab.draw.theme import PALETTES
 from engram_lab.lab.sessions import open_store
 from engram_lab.lab.sessions.report import html_report
 from engram_lab.models.handle import Handle
-from engram_lab.probes import logit_lens
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes import lens as lens_probe
+from engram_lab.probes.lens import LensConfig
 from tests.full import FULL
 from tests.models import tiny
 
@@ -34,7 +34,7 @@ def page_of_a_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     folder = tmp_path_factory.mktemp("report")
     tokenizer = tiny.byte_level()
     handle = Handle(tiny.engram(tokenizer, max_position_embeddings=256), tokenizer, HOSTILE)
-    report = logit_lens.run([handle], LensConfig((HOSTILE,), (HOSTILE,), top_k=2))
+    report = lens_probe.run([handle], LensConfig((HOSTILE,), (HOSTILE,), top_k=2))
     store = open_store(f"sqlite:///{folder / 'store.db'}", folder)
     store.save(report, HOSTILE, note=NOTE, tags=[HOSTILE[9:60]], seconds=1.0)
     store.save(report, HOSTILE)

@@ -18,8 +18,9 @@ from engram_lab.lab.fronts import lens_figures, lens_summaries
 from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
-from engram_lab.probes import logit_lens, tuned_lens
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes import lens as lens_probe
+from engram_lab.probes import tuned_lens
+from engram_lab.probes.lens import LensConfig
 from tests.pages.driving import APP, PAGES, change, chart, clean, command, numbers, sentence, table
 from tests.probes.test_tuned_lens import translators
 
@@ -71,7 +72,7 @@ def test_start_page_leads_to_the_text_set() -> None:
 
 def test_curves_are_those_of_the_probe(lens: AppTest, pair: list[Handle]) -> None:
     prompt = lens.text_area(key="prompt").value
-    report = logit_lens.run(pair, LensConfig(("engram-mini", "dense-mini"), (prompt,)))
+    report = lens_probe.run(pair, LensConfig(("engram-mini", "dense-mini"), (prompt,)))
     for model in report.result.models:
         assert np.allclose(curve(clean(lens), model.name), model.mean_kl, atol=1e-5)
 
@@ -165,7 +166,7 @@ def text_set(at: AppTest, lines: str = "\n\n".join(LINES)) -> AppTest:
 def test_a_text_set(lens: AppTest, pair: list[Handle]) -> None:
     at = clean(text_set(lens))
     config = LensConfig(("engram-mini", "dense-mini"), LINES, detail=False)
-    report = logit_lens.run(pair, config)
+    report = lens_probe.run(pair, config)
     assert np.allclose(curve(at), report.result.models[0].mean_kl, atol=1e-5)
     (difference,) = [t for t in chart(at, "difference")["data"] if "markers" in t.get("mode", "")]
     assert np.allclose(numbers(difference["y"]), report.result.difference.mean_kl, atol=1e-5)
@@ -305,8 +306,8 @@ def test_stopping_a_run_leaves_the_model_usable(pair: list[Handle]) -> None:
 
     config = LensConfig(("engram-mini",), ("the river",))
     with pytest.raises(Stop):
-        logit_lens.run(pair[:1], config, stop)
-    assert logit_lens.run(pair[:1], config).result.models[0].kl.shape[0] == 4
+        lens_probe.run(pair[:1], config, stop)
+    assert lens_probe.run(pair[:1], config).result.models[0].kl.shape[0] == 4
 
 
 def test_at_most_three_models_stay_open(shipped: Path, tmp_path: Path) -> None:

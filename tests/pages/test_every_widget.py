@@ -35,8 +35,9 @@ from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import scenarios
 from engram_lab.models.handle import open_model
 from engram_lab.pages import facts_writing
-from engram_lab.probes import logit_lens, rows
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes import lens as lens_probe
+from engram_lab.probes import rows
+from engram_lab.probes.lens import LensConfig
 from engram_lab.probes.rows import RowsConfig
 from tests import memory_lab
 from tests.full import FULL
@@ -154,12 +155,12 @@ def kept(lab: None) -> str:
     handle = open_model("engram-mini")
     for prompt in ("The river runs", "The old mill"):
         store.save(
-            logit_lens.run([handle], LensConfig((handle.name,), (prompt,))), "lenses", note="A *note*.", tags=["a"]
+            lens_probe.run([handle], LensConfig((handle.name,), (prompt,))), "lenses", note="A *note*.", tags=["a"]
         )
     store.save(rows.run([handle], RowsConfig((handle.name,), ("The river",))), "rows of a river")
     handle.close()
     dense = open_model("dense-mini")
-    store.save(logit_lens.run([dense], LensConfig((dense.name,), ("The river runs",))), "without a memory")
+    store.save(lens_probe.run([dense], LensConfig((dense.name,), ("The river runs",))), "without a memory")
     dense.close()
     return next(session.id for session in store.sessions() if session.name == "lenses")
 

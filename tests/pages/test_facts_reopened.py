@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +13,11 @@ from streamlit.testing.v1 import AppTest
 from engram_lab.lab.app import fact_users, reopened, runner
 from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import texts
-from engram_lab.lab.fronts import facts_alternatives, front, settled
+from engram_lab.lab.fronts import FRONTS, facts_alternatives, front, settled
 from engram_lab.models.handle import open_model
 from engram_lab.models.memory import addresses
 from engram_lab.pages import facts_writing
-from engram_lab.probes import PROBES
+from engram_lab.probes import module_of
 from engram_lab.probes.facts import check as fact_check
 from engram_lab.probes.facts import density, sets
 from engram_lab.probes.facts.check import CheckConfig
@@ -57,7 +56,7 @@ def persona(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def stated(draw: random.Random, probe: str) -> Iterator[Any]:
     """As the page makes it, far from that, and what no widget of the page makes."""
-    module = importlib.import_module(PROBES[probe])
+    module = module_of(probe)
     ours = texts.held_out()[: draw.randint(1, 9)]
     writing = Writing("maya", None if probe == "facts layers" else 2)
     for facts, how, unrelated, fields in (
@@ -90,7 +89,7 @@ def reopen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bytes | None]]:
     return todo
 
 
-@pytest.mark.parametrize("probe", [name for name in PROBES if name.startswith("facts ")])
+@pytest.mark.parametrize("probe", [name for name in FRONTS if name.startswith("facts ")])
 def test_the_page_of_facts_asks_again_without_a_press(
     probe: str, reopen: list[Any], asked: list[tuple[str, Any]]
 ) -> None:

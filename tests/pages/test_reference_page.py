@@ -12,12 +12,11 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from engram_lab.lab.command.main import build_parser
-from engram_lab.lab.fronts import front, reference
+from engram_lab.lab.fronts import FRONTS, front, reference
 from engram_lab.lab.fronts.entry import rows
 from engram_lab.lab.fronts.reference import ENTRIES
 from engram_lab.models.handle import open_model
 from engram_lab.pages import facts_writing
-from engram_lab.probes import PROBES
 from tests import memory_lab
 from tests.pages.driving import PAGES, clean, open_page
 from tests.probes.kv.tiny import RIVER, right
@@ -45,7 +44,7 @@ def balanced(formula: str) -> bool:
 
 
 def test_every_probe_has_an_entry_in_the_order_of_help() -> None:
-    assert set(ENTRIES) == set(PROBES)
+    assert list(ENTRIES) == list(FRONTS)
     for name, entry in ENTRIES.items():
         assert entry.asks.endswith("?") and entry.formula and entry.symbols and entry.sources and entry.controls, name
         assert entry.not_shown[0].islower() and entry.not_shown.endswith("."), "it goes on behind 'It does not show'"
@@ -153,4 +152,4 @@ def test_the_reference_shows_every_entry(small_lab: None) -> None:
         assert all(source in said for source in entry.sources) and all(what in said for _, what, _ in entry.symbols)
         assert [c.value for c in at.code] == [reference.command(probe), reference.usage(probe).rstrip("\n")]
         seen.add(said)
-    assert len(seen) == len(PROBES)
+    assert len(seen) == len(FRONTS)

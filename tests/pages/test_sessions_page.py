@@ -15,8 +15,8 @@ from engram_lab.lab.command import card
 from engram_lab.lab.sessions import Store, archive, difference, open_store
 from engram_lab.models import listing
 from engram_lab.models.handle import Handle
-from engram_lab.probes import logit_lens
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes import lens as lens_probe
+from engram_lab.probes.lens import LensConfig
 from tests.pages.test_app import app, chart, clean, curve, numbers, sentence
 
 PAGES = Path(runner.__file__).parents[2] / "pages"
@@ -78,7 +78,7 @@ def test_a_run_is_kept_with_name_note_tags_and_the_view_of_its_page(store: Store
     assert widgets["prompt"] == PROMPT and widgets["colour"] == "entropy" and widgets["pos"] == 2
     assert not [key for key in widgets if key.startswith(("keep_", "csv", "png_"))], "buttons and the form are no view"
     config = LensConfig(("engram-mini", "dense-mini"), (PROMPT,), " the", 3)
-    assert store.report(run.id).result == logit_lens.run(pair, config).result
+    assert store.report(run.id).result == lens_probe.run(pair, config).result
     assert any("Kept in Mill" in c.value for c in at.caption)
 
 
@@ -87,7 +87,7 @@ def test_opening_puts_the_page_back_without_computing(
 ) -> None:
     kept_lens()
     st.cache_resource.clear()  # no result is left in memory
-    monkeypatch.setattr(logit_lens, "run", None)  # computing would fail
+    monkeypatch.setattr(lens_probe, "run", None)  # computing would fail
     at = app().switch_page(SESSIONS).run()
     (session,) = store.sessions()
     clean(at.button(key=f"choose_{session.id}").click().run())
@@ -100,7 +100,7 @@ def test_opening_puts_the_page_back_without_computing(
     assert "nothing was computed" in told and "Mill" in told
     line = curve(at)
     monkeypatch.undo()
-    report = logit_lens.run(pair, LensConfig(("engram-mini", "dense-mini"), (PROMPT,), " the", 3))
+    report = lens_probe.run(pair, LensConfig(("engram-mini", "dense-mini"), (PROMPT,), " the", 3))
     assert np.allclose(line, report.result.models[0].mean_kl, atol=1e-5)
 
 

@@ -19,8 +19,8 @@ from engram_lab.models.memory import CONTROLS, Edit, read_memory
 from engram_lab.probes.base import Report
 from engram_lab.probes.gate_statistics import spearman
 from engram_lab.probes.gates import GatesConfig, GatesResult, run
-from engram_lab.probes.logit_lens import LensConfig
-from engram_lab.probes.logit_lens import run as run_lens
+from engram_lab.probes.lens import LensConfig
+from engram_lab.probes.lens import run as run_lens
 from tests.models import tiny
 from tests.models.plain_engram import config_of
 

@@ -18,11 +18,11 @@ from engram_lab.models.handle import Handle
 from engram_lab.probes import tuned_lens
 from engram_lab.probes.base import Report
 from engram_lab.probes.fit_text import FitText, line_digests, read_text, windows_of
+from engram_lab.probes.lens import LensConfig, run
 from engram_lab.probes.lens_math import lens_statistics
-from engram_lab.probes.logit_lens import LensConfig, run
 from engram_lab.probes.tuned_lens import Fit, FitConfig, FitInfo, NoTranslatorsError, Translators
 from tests.models import tiny
-from tests.probes.test_logit_lens import PROMPTS, reference
+from tests.probes.test_lens import PROMPTS, reference
 
 SMALL = FitConfig(steps=6, tokens=2000, seed=3)
 

@@ -22,7 +22,7 @@ from engram_lab.lab.app.open_models import OpenModels
 from engram_lab.lab.app.settings import Settings
 from engram_lab.models.errors import CheckpointError, LabError, OutOfMemoryError, UnknownModelError
 from engram_lab.models.handle import Handle, open_model
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 from tests.full import FULL
 from tests.lab.app.test_line import SOON, Gone, soon
 

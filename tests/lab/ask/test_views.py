@@ -34,7 +34,7 @@ from engram_lab.probes.kv.reasoning import ReasoningConfig
 from engram_lab.probes.kv.scenario import ALIGN, Scenario
 from engram_lab.probes.kv.set import SetConfig
 from engram_lab.probes.kv.swap import SwapConfig
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 from engram_lab.probes.points import take
 from engram_lab.probes.rows import RowsConfig
 from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet

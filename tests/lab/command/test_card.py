@@ -7,7 +7,7 @@ import pytest
 
 from engram_lab.lab.command import card
 from engram_lab.models.handle import open_model
-from engram_lab.probes.logit_lens import LensConfig, run
+from engram_lab.probes.lens import LensConfig, run
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,8 +15,9 @@ from engram_lab.lab.command import lens as lens_command
 from engram_lab.lab.command.main import main
 from engram_lab.models import listing
 from engram_lab.models.handle import open_model
-from engram_lab.probes import logit_lens, tuned_lens
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes import lens as lens_probe
+from engram_lab.probes import tuned_lens
+from engram_lab.probes.lens import LensConfig
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,7 @@ def test_the_lens_finds_what_was_fitted(text: Path, tmp_path: Path, capsys: pyte
     assert [float(row[2]) for row in rows] == pytest.approx(made.info.tuned_kl, abs=6e-4)
     line = next(line for line in text.read_text().split("\n\n") if made.seen((line,)))
     config = LensConfig(("dense-mini",), (line, "The river runs"), tuned=True)
-    lens = logit_lens.run([handle], config).result.models[0]
+    lens = lens_probe.run([handle], config).result.models[0]
     assert lens.tuned.fit == made.info and lens.tuned.prompts_in_fit == 1
     # In a folder that is asked for it does not disturb the model that lies there.
     folder = listing.SHIPPED / "dense-mini"

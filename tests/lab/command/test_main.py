@@ -20,7 +20,7 @@ from engram_lab.lab.command.main import main
 from engram_lab.lab.fronts import export
 from engram_lab.models.handle import open_model
 from engram_lab.probes.base import Report
-from engram_lab.probes.logit_lens import LensConfig, run
+from engram_lab.probes.lens import LensConfig, run
 from tests.models import tiny
 
 ROOT = Path(__file__).parents[3]

@@ -16,7 +16,7 @@ from engram_lab.lab.command.main import build_parser, main
 from engram_lab.lab.fronts import export
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Report
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet
 
 NASTY = '-x it\'s "quoted" $HOME `ls` \\n\nnaïve 東京 👍🏽 <b>'

@@ -18,9 +18,10 @@ from engram_lab.lab.draw.theme import PALETTES, Mode
 from engram_lab.lab.fronts import front, lens_figures, lens_summaries
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
-from engram_lab.probes import logit_lens, tuned_lens
+from engram_lab.probes import lens as lens_probe
+from engram_lab.probes import tuned_lens
 from engram_lab.probes.base import Report
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 from tests.probes.test_tuned_lens import translators
 from tests.tiny_lab import training
 
@@ -124,7 +125,7 @@ def test_map_of_512_tokens_is_wide_and_fast(pair: list[Handle]) -> None:
     ids = pair[0].encode(prompt)
     prompt = b"".join(p for p, i in zip(pair[0].pieces(ids[:512]), ids, strict=False) if i > 1).decode()
     config = LensConfig(("engram-mini",), (prompt,))
-    report = logit_lens.run(pair[:1], config)
+    report = lens_probe.run(pair[:1], config)
     assert len(report.result.models[0].token_ids) == 512
     began = time.process_time()
     figure = lens_figures.lens_map(report, 0, name_of(pair[0]))
@@ -161,8 +162,8 @@ def both(pair: list[Handle], tmp_path_factory: pytest.TempPathFactory) -> tuple[
             tuned_lens.save(translators(handle, 0.2, n), tuned_lens.places(handle)[0])
         names, texts = tuple(h.name for h in pair), ("The river runs", "past the old mill", "into the sea")
         return (
-            logit_lens.run(pair, LensConfig(names, texts[:1], " the", tuned=True)),
-            logit_lens.run(pair, LensConfig(names, texts, bootstrap=60, detail=False, tuned=True)),
+            lens_probe.run(pair, LensConfig(names, texts[:1], " the", tuned=True)),
+            lens_probe.run(pair, LensConfig(names, texts, bootstrap=60, detail=False, tuned=True)),
         )
 
 
@@ -214,7 +215,7 @@ def test_rows_have_the_tuned_lens_only_if_it_was_asked_for(both: tuple[Report, R
 
 
 def test_difference_of_unequal_depths_is_refused(report: Report, pair: list[Handle]) -> None:
-    alone = logit_lens.run(pair[:1], LensConfig(("engram-mini",), ("one",)))
+    alone = lens_probe.run(pair[:1], LensConfig(("engram-mini",), ("one",)))
     with pytest.raises((LabError, ValueError)):
         lens_figures.difference_curve(alone)
 

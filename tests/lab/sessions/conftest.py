@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 import sqlalchemy as sa
 
 from engram_lab.lab.sessions import Store, open_store
-from engram_lab.probes import PROBES
 from engram_lab.probes.base import Report
 from tests.lab.sessions import made_probe
 
@@ -20,7 +20,7 @@ POSTGRES = os.environ.get("ENGRAM_LAB_TEST_POSTGRES")
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> Report:
     """A report of the tests' own probe, which the lab knows while a test runs."""
-    monkeypatch.setitem(PROBES, made_probe.NAME, made_probe.__name__)
+    monkeypatch.setitem(sys.modules, made_probe.AT, made_probe)
     return made_probe.report()
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from engram_lab.probes.base import Array, ModelProtocol, Protocol, Record, Report
 
-NAME = "made"  # in probes.PROBES, while the fixture `made` of conftest.py is used
+NAME = "made"
+AT = "engram_lab.probes.made"  # where the lab finds it, while the fixture `made` of conftest.py is used
 ODD = 'naïve 東京 👍🏽 \ud800 \udfff \0 \x1f " \\ <b> 100 % a_b \u2028 \ufeff'  # with lone surrogates
 
 

@@ -14,7 +14,8 @@ from engram_lab.lab.sessions import compare
 from engram_lab.lab.sessions.compare import Field, fields, verdict
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
-from engram_lab.probes import gates, logit_lens, rows
+from engram_lab.probes import gates, rows
+from engram_lab.probes import lens as lens_probe
 from engram_lab.probes.base import Report
 from engram_lab.probes.facts import alternatives
 from engram_lab.probes.gates import GatesConfig
@@ -138,9 +139,9 @@ def test_text_shapes_ids_and_what_one_run_lacks(report: Report) -> None:
 
 def test_reasons_why_there_is_no_difference(report: Report, pair: list[Handle]) -> None:
     other = dataclasses.replace(report.config, prompts=(PROMPT + " again",))
-    found = fields(report, logit_lens.run(pair, other))
+    found = fields(report, lens_probe.run(pair, other))
     n = len(report.result.models[0].token_ids)
-    m = len(logit_lens.run(pair, other).result.models[0].token_ids)
+    m = len(lens_probe.run(pair, other).result.models[0].token_ids)
     assert of(found, "models[0].kl").reason == f"A is 4 layer x {n} pos, B is 4 layer x {m} pos"
     assert of(found, "models[0].mean_kl").reason is None
     assert of(found, "models[0].token_ids").reason == "its numbers are names of things, not amounts"

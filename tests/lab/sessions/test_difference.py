@@ -10,13 +10,15 @@ import plotly.graph_objects as go
 import pytest
 
 from engram_lab.lab.draw.theme import PALETTES
+from engram_lab.lab.fronts import FRONTS
 from engram_lab.lab.sessions import difference as figures
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
-from engram_lab.probes import PROBES, cka, gates, logit_lens, rows, sensitivity
+from engram_lab.probes import cka, gates, module_of, rows, sensitivity
+from engram_lab.probes import lens as lens_probe
 from engram_lab.probes.base import Report
 from engram_lab.probes.gates import GatesConfig
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet
 from tests.tiny_lab import PROMPT
 
@@ -32,7 +34,7 @@ def gate_runs(pair: list[Handle]) -> tuple[Report, Report]:
 @pytest.fixture(scope="module")
 def lens_runs(pair: list[Handle]) -> tuple[Report, Report]:
     """The Engram and its twin on one prompt."""
-    return tuple(logit_lens.run([own], LensConfig((own.name,), (PROMPT,))) for own in pair)  # type: ignore[return-value]
+    return tuple(lens_probe.run([own], LensConfig((own.name,), (PROMPT,))) for own in pair)  # type: ignore[return-value]
 
 
 def words(figure: go.Figure) -> str:
@@ -45,11 +47,10 @@ def test_what_a_probe_is_about_comes_first(lens_runs: Any, gate_runs: Any) -> No
     assert {"models[0].kl_p10", "models[0].kl_p90"} == set(found[-2:])
     assert "models[0].token_ids" not in found and "models[0].layer_names" not in found
     assert figures.measures(*gate_runs)[:2] == ["gate", "gate_mean"]
-    assert figures.BEST.keys() == PROBES.keys()
+    assert set(figures.BEST) == set(FRONTS)
 
 
 def test_every_best_measure_is_an_array_of_its_probe() -> None:
-    import importlib
     import typing
 
     from engram_lab.probes.base import Record, arrays_of
@@ -63,11 +64,11 @@ def test_every_best_measure_is_an_array_of_its_probe() -> None:
         return found
 
     for probe, best in figures.BEST.items():
-        assert set(best) <= paths(importlib.import_module(PROBES[probe]).RESULT, ""), probe
+        assert set(best) <= paths(module_of(probe).RESULT, ""), probe
 
 
 def test_what_cannot_be_drawn_says_why(pair: list[Handle], lens_runs: Any) -> None:
-    longer = logit_lens.run(pair[:1], LensConfig(("engram-mini",), (PROMPT + " again",)))
+    longer = lens_probe.run(pair[:1], LensConfig(("engram-mini",), (PROMPT + " again",)))
     reasons = figures.refused(lens_runs[0], longer)
     n, m = (len(own.result.models[0].token_ids) for own in (lens_runs[0], longer))
     assert reasons["models[0].kl"] == f"A is 4 layer x {n} pos, B is 4 layer x {m} pos"
@@ -170,7 +171,7 @@ def test_a_run_against_itself_has_no_difference(lens_runs: Any) -> None:
 
 
 def test_so_many_positions_are_told_by_number(pair: list[Handle]) -> None:
-    run = logit_lens.run(pair[:1], LensConfig(("engram-mini",), (PROMPT * 3,)))
+    run = lens_probe.run(pair[:1], LensConfig(("engram-mini",), (PROMPT * 3,)))
     axis = figures.difference(run, run, "models[0].kl").layout.xaxis
     assert len(run.result.models[0].token_ids) > figures.MOST_TICKS > 20
     assert list(axis.ticktext) == [str(n) for n in axis.tickvals] and len(axis.tickvals) <= figures.MOST_TICKS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engram_lab.lab.command import main as cli
-from engram_lab.lab.fronts import facts_alternatives
+from engram_lab.lab.fronts import FRONTS, facts_alternatives
 from engram_lab.lab.sessions import NewRun, environment, open_store, replay
 from engram_lab.lab.sessions.archive import export_session
 from engram_lab.lab.sessions.replay import Replayed, Replayer
 from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle, open_model
-from engram_lab.probes import PROBES
+from engram_lab.probes import module_of
 from engram_lab.probes.base import Record
 from engram_lab.probes.cka import CKAConfig
 from engram_lab.probes.facts.check import CheckConfig
@@ -36,11 +35,10 @@ from engram_lab.probes.kv.map import MapConfig
 from engram_lab.probes.kv.reasoning import ReasoningConfig
 from engram_lab.probes.kv.set import SetConfig
 from engram_lab.probes.kv.swap import SwapConfig
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 from engram_lab.probes.rows import RowsConfig
 from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet
 from tests.lab.fronts.test_facts_alternatives import FACTS, SMALL, TEXTS
-from tests.lab.sessions import made_probe
 from tests.probes.kv.tiny import RIVER
 from tests.tiny_lab import PROMPT
 
@@ -77,7 +75,7 @@ def make(handles: dict[str, Handle]) -> Make:
 
     def made(probe: str, config: Record, **environ: str) -> NewRun:
         named: Any = config
-        report = importlib.import_module(PROBES[probe]).run([handles[name] for name in named.models], config)
+        report = module_of(probe).run([handles[name] for name in named.models], config)
         return NewRun(report, seconds=0.5, environment=environment() | environ)
 
     return made
@@ -110,7 +108,7 @@ def test_every_probe_comes_out_the_same_to_the_bit(make: Make) -> None:
         "facts density": DensityConfig(one, FACTS, sizes=(1, 2), bootstrap=9),
         "facts alternatives": facts_alternatives.request(one, FACTS, TEXTS, 1, time=True, **SMALL),
     }
-    assert set(requests) == set(PROBES) - {made_probe.NAME}
+    assert set(requests) == set(FRONTS)
     found = replayed(*(make(probe, config) for probe, config in requests.items()))
     assert [(own.probe, own.verdict, own.wrong, own.causes) for own in found] == [
         (probe, "identical", (), ()) for probe in requests
@@ -189,9 +187,9 @@ def test_a_device_that_is_not_here_is_replaced_by_the_cpu_and_named(make: Make) 
 
 
 def test_the_dtype_on_record_is_used(lab: Path) -> None:
-    from engram_lab.probes import logit_lens
+    from engram_lab.probes import lens as lens_probe
 
-    half = NewRun(logit_lens.run([open_model(DENSE, dtype="bfloat16")], DENSE_LENS))
+    half = NewRun(lens_probe.run([open_model(DENSE, dtype="bfloat16")], DENSE_LENS))
     assert half.report.protocol.models[0].dtype == "bfloat16"
     (own,) = replayed(half)
     assert (own.verdict, own.causes) == ("identical", ())

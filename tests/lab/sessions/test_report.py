@@ -19,10 +19,11 @@ from engram_lab.lab.sessions import report as report_html
 from engram_lab.lab.sessions.report import html_report, markdown
 from engram_lab.models import listing
 from engram_lab.models.handle import Handle
-from engram_lab.probes import gates, logit_lens, rows
+from engram_lab.probes import gates, rows
+from engram_lab.probes import lens as lens_probe
 from engram_lab.probes.base import Report
 from engram_lab.probes.gates import GatesConfig
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 from engram_lab.probes.rows import RowsConfig
 from tests.models import tiny
 
@@ -79,7 +80,7 @@ def test_the_page_holds_the_session(store: Store, report: Report, set_report: Re
     assert [a["href"] for a in page.of("a")] == ["#run-1", "#run-2"]
     assert [s["id"] for s in page.of("section")] == ["run-1", "run-2"]
     for text in (
-        report.protocol.models[0].fingerprint, "engram-lab probe lens", "logit_lens.run(", logit_lens.DEFINITIONS["kl"],
+        report.protocol.models[0].fingerprint, "engram-lab probe lens", "lens.run(", lens_probe.DEFINITIONS["kl"],
         " ".join(map(str, report.protocol.prompt_ids[0][0])), report.config.prompts[0], store.session("The mill").name,
     ):  # fmt: skip
         assert text in page.text
@@ -114,7 +115,7 @@ def test_hostile_text_stays_text(
     store: Store, twins: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     handle = Handle(twins["engram-mini"], tokenizer, HOSTILE)
-    report = logit_lens.run([handle], LensConfig((HOSTILE,), (HOSTILE,), top_k=2))
+    report = lens_probe.run([handle], LensConfig((HOSTILE,), (HOSTILE,), top_k=2))
     short = HOSTILE[:60]
     store.save(report, HOSTILE, note=HOSTILE, tags=[short], seconds=1)
     page = Page(html_report(store, HOSTILE, [handle]))
@@ -190,7 +191,7 @@ def test_models_are_found_without_being_given(
 def test_a_model_by_a_path_is_not_opened(store: Store, shipped: Path, pair: list[Handle]) -> None:
     path = str(shipped / "dense-mini")
     handle = Handle(pair[1].model, pair[1].tokenizer, path)
-    report = logit_lens.run([handle], LensConfig((path,), ("The river",)))
+    report = lens_probe.run([handle], LensConfig((path,), ("The river",)))
     with report_html.opened([report]) as found:
         assert found == ()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from engram_lab.lab.sessions import StoreError, open_store
-from engram_lab.probes import PROBES
 from tests.lab.sessions import made_probe
 
 VIEW = {"page": "lens", "widgets": {"a": 1}, "files": {}}
@@ -17,7 +17,7 @@ VIEW = {"page": "lens", "widgets": {"a": 1}, "files": {}}
 
 def know() -> None:
     """Let the lab of this process know the tests' probe."""
-    PROBES[made_probe.NAME] = made_probe.__name__
+    sys.modules[made_probe.AT] = made_probe
 
 
 def keep(url: str, folder: Path, sessions: Sequence[str], seeds: range, told: Any, go: Any = None) -> None:

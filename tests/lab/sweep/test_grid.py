@@ -12,7 +12,7 @@ from engram_lab.lab.command.main import build_parser
 from engram_lab.lab.fronts import FRONTS, front
 from engram_lab.lab.sweep import grid
 from engram_lab.probes.gates import GatesConfig
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes.lens import LensConfig
 from tests.lab.sweep.test_sweep import Capture, run, written
 
 

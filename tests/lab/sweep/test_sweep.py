@@ -24,8 +24,8 @@ from engram_lab.lab.sessions import RunInfo, open_store
 from engram_lab.lab.sweep import run as sweep_run
 from engram_lab.lab.sweep import table as sweep_table
 from engram_lab.models.handle import open_model
-from engram_lab.probes import logit_lens
-from engram_lab.probes.logit_lens import LensConfig
+from engram_lab.probes import lens as lens_probe
+from engram_lab.probes.lens import LensConfig
 
 ROOT = Path(__file__).parents[3]
 Capture = pytest.CaptureFixture[str]
@@ -87,7 +87,7 @@ def test_one_table_and_one_session(shipped: Path, tmp_path: Path, store: str, ca
         for prompt in content["options"]["prompt"]:
             for target in (None, " the"):
                 config = LensConfig((model,), (prompt,), target, 3)
-                report = logit_lens.run([handle], config)
+                report = lens_probe.run([handle], config)
                 part = pd.read_csv(io.StringIO(export.csv_text(report)), dtype=names)
                 for name, value in (("target", target), ("option_prompt", prompt), ("option_model", model)):
                     part.insert(0, name, value)
@@ -229,7 +229,7 @@ def test_a_tuned_lens_that_was_fitted_anew_is_computed_anew(
 ) -> None:
     """What a probe reads from disk beside the weights is a part of what a finished cell is known by."""
     now = ["lens.safetensors 1"]
-    monkeypatch.setattr(logit_lens, "depends", lambda handles, config: list(now))
+    monkeypatch.setattr(lens_probe, "depends", lambda handles, config: list(now))
     file = written(tmp_path, lens(shipped, prompt="a"))
     assert run(file, store) == 0 and run(file, store) == 0
     assert len(runs_of(store)) == 2
