@@ -305,6 +305,7 @@ def test_the_fingerprint_is_of_the_weights(checkpoint: Path, tokenizer: PreTrain
     assert Handle(theta, tokenizer, "changed").fingerprint != stored
 
 
+@pytest.mark.slow
 def test_a_trace_survives_an_edit_of_its_source(tmp_path: Path) -> None:
     """nnsight compiles a trace from the file's text when it is first run, maybe long after the import."""
     shutil.copytree(ROOT / "models", tmp_path / "engram_lab" / "models")
@@ -324,6 +325,7 @@ print(h.residuals([[1, 2, 3]]).states.shape)
     assert done.stdout.strip() == "torch.Size([4, 1, 3, 32])", done.stderr
 
 
+@pytest.mark.slow
 def test_the_trace_costs_little(tokenizer: PreTrainedTokenizerFast, one_thread: None) -> None:
     """What a trace of 8 layers adds, against 5 % of a forward of 256 tokens of a model as engram-mini.
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from engram_lab.models.overlay import (
     load_overlay,
     prepare,
 )
+from tests.full import examples
 from tests.models import tiny
 from tests.models.plain_engram import HEAD_DIM, LAYERS, build, logits, plain_rows, tokens
 
@@ -202,7 +203,7 @@ ADD = st.tuples(st.just("add"), st.sampled_from("abc"), SPOTS, st.integers(0, 9)
 REMOVE = st.tuples(st.sampled_from(["user", "fact"]), st.integers(0, 9), st.integers(0, 9))
 
 
-@settings(max_examples=40, deadline=None)
+@examples()
 @given(st.lists(ADD | REMOVE, max_size=8))
 def test_any_sequence_of_writes_and_removals(handle: Handle, history: list[Any]) -> None:
     before = {name: value.clone() for name, value in handle.model.state_dict().items()}

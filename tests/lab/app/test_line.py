@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engram_lab.lab.app.line import Line
+from tests.full import examples
 
 SOON = 20.0  # seconds in which whatever is due has happened, on a busy machine too
 Needs = frozenset[str] | None
@@ -84,7 +85,7 @@ def stands(here: list[Visitor]) -> None:
 needs = st.one_of(st.none(), st.frozensets(st.sampled_from("abc"), min_size=1))
 
 
-@settings(max_examples=40, deadline=None)
+@examples()
 @given(
     st.lists(st.one_of(needs.map(lambda own: ("come", own)), st.integers(0, 9).map(lambda n: ("go", n))), max_size=14)
 )

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engram_lab.lab.draw import labels
 from engram_lab.models.handle import Handle
+from tests.full import examples
 from tests.models import tiny
 
 NASTY = [
@@ -48,6 +49,7 @@ def test_labels_of_a_prompt_join_to_the_prompt(handle: Handle, text: str) -> Non
         assert not labels.gives_back(tokens(handle, text), text + "x")
 
 
+@examples()
 @given(st.binary(max_size=40))
 def test_any_bytes_come_back(piece: bytes) -> None:
     shown = labels.label(piece)
@@ -55,6 +57,7 @@ def test_any_bytes_come_back(piece: bytes) -> None:
     assert "\ufffd" not in shown and not re.search(r"\s", shown.replace(" ", "", shown.count("⟨") * 40))
 
 
+@examples()
 @given(st.lists(st.binary(min_size=1, max_size=6), max_size=8))
 def test_joined_labels_spell_the_joined_pieces(pieces: list[bytes]) -> None:
     assert labels.spell("".join(map(labels.label, pieces))) == b"".join(pieces)

@@ -22,6 +22,7 @@ from engram_lab.probes import lens as lens_probe
 from engram_lab.probes import tuned_lens
 from engram_lab.probes.base import Report
 from engram_lab.probes.lens import LensConfig
+from tests.models import tiny
 from tests.probes.test_tuned_lens import translators
 from tests.tiny_lab import training
 
@@ -120,19 +121,34 @@ def test_map_window_and_frame(report: Report, pair: list[Handle]) -> None:
     assert not lens_figures.lens_map(report, 0, name_of(pair[0]), window=(4, 9), selected=(2, 3)).layout.shapes
 
 
-def test_map_of_512_tokens_is_wide_and_fast(pair: list[Handle]) -> None:
+@pytest.fixture(scope="module")
+def long_report(pair: list[Handle]) -> Report:
+    """Of a prompt of 512 tokens."""
     prompt = "the " * 600
     ids = pair[0].encode(prompt)
     prompt = b"".join(p for p, i in zip(pair[0].pieces(ids[:512]), ids, strict=False) if i > 1).decode()
-    config = LensConfig(("engram-mini",), (prompt,))
-    report = lens_probe.run(pair[:1], config)
+    report = lens_probe.run(pair[:1], LensConfig(("engram-mini",), (prompt,)))
     assert len(report.result.models[0].token_ids) == 512
-    began = time.process_time()
-    figure = lens_figures.lens_map(report, 0, name_of(pair[0]))
+    return report
+
+
+def test_map_of_512_tokens_is_wide(long_report: Report, pair: list[Handle]) -> None:
+    figure = lens_figures.lens_map(long_report, 0, name_of(pair[0]))
     text = figure.to_json()
-    assert time.process_time() - began < 3
     assert figure.layout.width >= 512 * 50, "room for the token in every cell"
     assert len(text) < 5_000_000
+
+
+@pytest.mark.slow
+def test_map_of_512_tokens_is_fast(long_report: Report, pair: list[Handle]) -> None:
+    """By processor time, the best of three: what else the machine does is left out, as far as that goes."""
+
+    def spent() -> float:
+        began = time.process_time()
+        lens_figures.lens_map(long_report, 0, name_of(pair[0])).to_json()
+        return time.process_time() - began
+
+    assert min(spent() for _ in range(3)) < 3
 
 
 def test_settle_histogram_counts_positions(report: Report) -> None:
@@ -215,9 +231,10 @@ def test_rows_have_the_tuned_lens_only_if_it_was_asked_for(both: tuple[Report, R
 
 
 def test_difference_of_unequal_depths_is_refused(report: Report, pair: list[Handle]) -> None:
-    alone = lens_probe.run(pair[:1], LensConfig(("engram-mini",), ("one",)))
-    with pytest.raises((LabError, ValueError)):
-        lens_figures.difference_curve(alone)
+    deeper = Handle(tiny.make("llama", num_hidden_layers=4), pair[0].tokenizer, "deeper")
+    both = lens_probe.run([pair[0], deeper], LensConfig(("engram-mini", "deeper"), ("one", "two"), bootstrap=5))
+    with pytest.raises(LabError, match="engram-mini has 3 layers and deeper 4, so there is no difference layer by"):
+        lens_figures.difference_curve(both)
 
 
 def test_summary_has_the_intervals(set_report: Report) -> None:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from engram_lab.lab.sessions import Store, UnknownSessionError, archive, open_store
 from engram_lab.lab.sessions.archive import ArchiveError, export_session, import_session, read_archive
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Report
+from tests.full import examples
 
 VIEW = {
     "page": "lens",
@@ -313,7 +314,7 @@ def test_the_file_is_named(tmp_path: Path) -> None:
         read_archive(tmp_path / "not there.zip")
 
 
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = examples(suppress_health_check=list(HealthCheck))
 
 
 def fuzzed(data: bytes) -> None:

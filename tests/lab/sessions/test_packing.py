@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
@@ -20,6 +20,7 @@ from engram_lab.models.handle import Handle
 from engram_lab.probes import cka, gates, rows
 from engram_lab.probes.base import Report
 from engram_lab.probes.kv import swap
+from tests.full import examples
 from tests.lab.sessions import made_probe
 from tests.probes.kv.tiny import RIVER, opened
 
@@ -165,7 +166,7 @@ def test_bytes_that_are_no_file_are_refused(data: bytes) -> None:
         unpack(data)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damaged_bytes_never_raise_anything_else(made: Report, data: st.DataObject) -> None:
     whole = bytearray(pack(made))

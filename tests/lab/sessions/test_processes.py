@@ -27,7 +27,10 @@ from tests.lab.sessions import made_probe, writers
 KILLS, OPENING_KILLS = (300, 60) if FULL else (8, 3)
 MOST = 10_000  # seeds of a killed process's session; none gets that far
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL and the fork server are POSIX")
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL and the fork server are POSIX"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from engram_lab.lab.sweep import run as sweep_run
 from engram_lab.lab.sweep import table as sweep_table
 from engram_lab.models.handle import open_model
 from engram_lab.probes import lens as lens_probe
+from engram_lab.probes import running
 from engram_lab.probes.lens import LensConfig
 
 ROOT = Path(__file__).parents[3]
@@ -238,6 +239,40 @@ def test_a_tuned_lens_that_was_fitted_anew_is_computed_anew(
     assert run(file, store) == 0 and len(runs_of(store)) == 4
 
 
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_keeps_what_is_done(
+    how: signal.Signals,
+    code: int,
+    shipped: Path,
+    tmp_path: Path,
+    store: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    """The short form of the next: it comes while the fourth cell is computed."""
+    file, table, kept = written(tmp_path, lens(shipped, seed=[0, 1])), tmp_path / "t.parquet", []
+    computed = running.compute
+
+    def pressed(*arguments: Any) -> Any:
+        if len(kept) == 3:
+            if how == signal.SIGINT:  # which a shell may have told these tests to ignore
+                raise KeyboardInterrupt
+            signal.raise_signal(how)
+        kept.append(arguments)
+        return computed(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "compute", pressed)
+        assert run(file, store, "--out", table) == code
+    before = runs_of(store)
+    out, err = capsys.readouterr()
+    assert len(before) == 3 and not table.exists() and out == "" and err.count("\n") == 1, err
+    assert '3 of 8 cells are kept in the session "grid"; run the same command again' in err
+    assert run(file, store, "--out", table) == 0
+    assert len(runs_of(store)) == 8 and runs_of(store)[:3] == before, "those that were kept are not computed again"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_after_an_interrupt_it_goes_on(how: signal.Signals, shipped: Path, tmp_path: Path, store: str) -> None:
     (tmp_path / "set.txt").write_text("The river runs\npast the old mill\ninto the sea\n" * 12, encoding="utf-8")

@@ -74,11 +74,19 @@ def test_every_source_against_writing_by_hand(handle: Handle) -> None:
             assert result.texts[n] == b"".join(handle.pieces(written[:k], whole=False)).decode(
                 errors="backslashreplace"
             )
+    ties = 0
     for n, (source, k) in enumerate(zip(result.sources, result.tokens.tolist(), strict=True)):
         low, high = scores["old", k], scores["new", k]
         if abs(high - low) > 0.05:
-            assert result.effects.recovery[n] == pytest.approx((scores[source, k] - low) / (high - low), abs=1e-2)
-        assert result.holds[n] == (low < 0 < high) or min(abs(low), abs(high)) < 1e-3
+            recovery = (scores[source, k] - low) / (high - low)
+            # Each of the three scores may be 2e-4 off, as above.
+            slack = 2 * 2e-4 * (1 + abs(recovery)) / abs(high - low)
+            assert result.effects.recovery[n] == pytest.approx(recovery, abs=slack)
+        if min(abs(low), abs(high)) < 1e-3:  # so near to 0 that another order of sums may change the sign
+            ties += 1
+        else:
+            assert result.holds[n] == (low < 0 < high)
+    assert ties <= 2, "so many ties that nothing was looked at"
     straight = [answer([]) for answer in runs.values()]
     np.testing.assert_allclose(result.direct.score, [own[new] - own[old] for own in straight], atol=1e-4)
     assert result.question == TAIL and len(result.sources) == 9
