@@ -17,8 +17,8 @@ import torch
 from engram_lab.lab.sessions import NewRun, environment
 from engram_lab.lab.sessions.compare import TOLERANCE, fields, verdict
 from engram_lab.models.errors import LabError, first_line
-from engram_lab.models.handle import Handle, open_model
 from engram_lab.models.loading import choose_device
+from engram_lab.models.pool import ModelKey, Pool
 from engram_lab.probes import running
 from engram_lab.probes.base import Progress, Report, versions
 
@@ -26,7 +26,6 @@ MOST_THREADS = 256  # that a file may ask for
 # What of the environment is said first.
 _FIRST = ("cpu", "threads", "device", "machine", "system")
 _CALLED = {"cpu": "CPU capability", "device": "processor"}
-_Key = tuple[str, str, str]  # name, device, dtype
 
 
 @dataclass(frozen=True)
@@ -78,16 +77,14 @@ class Replayer:
             raise LabError(f"There is no run {wrong[0]}: the session has runs 1 to {len(runs)}.")
         self._runs, self._tolerance, self._trust = runs, tolerance, trust
         self.chosen = sorted(set(chosen))
-        self._opened: dict[_Key, Handle] = {}
+        self._pool = Pool()
 
     def __enter__(self) -> Replayer:
         self._threads = torch.get_num_threads()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._opened.values():
-            handle.close()
-        self._opened.clear()
+        self._pool.close()
         torch.set_num_threads(self._threads)
 
     def run(self, n: int, progress: Progress | None = None) -> Replayed:
@@ -98,14 +95,15 @@ class Replayer:
         told = Replayed(n, report.probe, names, "not run", recorded_seconds=kept.seconds)
         torch.set_num_threads(_threads(kept) or self._threads)
         try:
-            handles = self._open(report)
+            handles = self._pool.get(self._keys(report))
             again, seconds = running.compute(report.probe, handles, report.config, progress)
             told = dataclasses.replace(told, seconds=seconds)
         except Exception as error:  # a file from elsewhere may ask for anything
             why = str(error) if isinstance(error, LabError) else f"{type(error).__name__}: {first_line(error)}"
             return dataclasses.replace(told, wrong=(why,), causes=_surroundings(kept, None))
         finally:
-            self._close(n)
+            later = (self._runs[after - 1].report for after in self.chosen if after > n)
+            self._pool.keep(key for after in later for key in self._keys(after))
         found = verdict(report, again, self._tolerance)
         return dataclasses.replace(
             told,
@@ -118,28 +116,15 @@ class Replayer:
             causes=causes(kept, again),
         )
 
-    def _open(self, report: Report) -> list[Handle]:
-        handles = []
-        for key in _keys(report):
-            if key not in self._opened:
-                name, device, dtype = key
-                self._opened[key] = open_model(name, device=_device(device), dtype=dtype, trust_remote_code=self._trust)
-            handles.append(self._opened[key])
-        return handles
-
-    def _close(self, n: int) -> None:
-        """Close what no run behind n needs."""
-        needed = {key for later in self.chosen if later > n for key in _keys(self._runs[later - 1].report)}
-        for key in [key for key in self._opened if key not in needed]:
-            self._opened.pop(key).close()
-
-
-def _keys(report: Report) -> list[_Key]:
-    """How to open the models of a run, in its order."""
-    names, models = report.config.models, report.protocol.models
-    if len(models) != len(names):
-        return [(name, "cpu", "float32") for name in names]
-    return [(name, model.device, model.dtype) for name, model in zip(names, models, strict=True)]
+    def _keys(self, report: Report) -> list[ModelKey]:
+        """How to open the models of a run, in its order."""
+        names, models = report.config.models, report.protocol.models
+        if len(models) != len(names):
+            return [ModelKey(name, "cpu", "float32", self._trust) for name in names]
+        return [
+            ModelKey(name, _device(model.device), model.dtype, self._trust)
+            for name, model in zip(names, models, strict=True)
+        ]
 
 
 def _device(recorded: str) -> str:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.sessions import environment
-from engram_lab.lab.sweep.grid import ModelKey, Sweep
-from engram_lab.lab.sweep.run import Job, Ledger, OpenModels, Outcome, identity, sentence
+from engram_lab.lab.sweep.grid import Sweep
+from engram_lab.lab.sweep.run import KEPT_MODELS, Job, Ledger, Outcome, identity, sentence
 from engram_lab.models.errors import Cancelled, LabError, first_line
+from engram_lab.models.pool import ModelKey, Pool
 from engram_lab.probes import running
 from engram_lab.probes.base import Report
 
@@ -55,7 +56,7 @@ def connected(address: str) -> Iterator[Client]:
 # --- In the workers ------------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()  # a worker's cells run one after the other, however many threads it has
-_opened: dict[str, OpenModels] = {}  # by the ticket of the sweep, so that a later one finds changed weights
+_opened: dict[str, Pool] = {}  # by the ticket of the sweep, so that a later one finds changed weights
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Answer:
 def _handles(ticket: str, keys: Sequence[ModelKey]) -> list[Any]:
     for other in [other for other in _opened if other != ticket]:
         _opened.pop(other).close()
-    return _opened.setdefault(ticket, OpenModels()).get(keys)
+    return _opened.setdefault(ticket, Pool(KEPT_MODELS)).get(keys)
 
 
 def identify(ticket: str, probe: str, keys: Sequence[ModelKey], configs: Sequence[Any]) -> list[Any]:

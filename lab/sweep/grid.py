@@ -23,25 +23,12 @@ from typing import Any
 import yaml
 
 from engram_lab.lab.fronts import FRONTS, front
+from engram_lab.models.pool import ModelKey
 
 MOST_CELLS = 10_000
 _KEYS = ("probe", "name", "note", "tags", "out", "options", "models", "prompts")
 _SHORT = {"models": "model", "prompts": "prompt"}
 _PATHS = ("FILE", "NAME=FILE")  # how the help of a probe marks options that name a file
-
-
-@dataclass(frozen=True)
-class ModelKey:
-    """A model and how it is to be opened."""
-
-    name: str
-    device: str | None
-    dtype: str | None
-    trust_remote_code: bool
-
-    def options(self) -> dict[str, Any]:
-        """What models.handle.open_model takes beside the name."""
-        return {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ holds the fingerprints of the weights, so that a changed model is computed again
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from typing import Any
 
 from engram_lab.lab.fronts import front, settled
 from engram_lab.lab.sessions import RunInfo, Store, UnknownSessionError, run_request
-from engram_lab.lab.sweep.grid import Cell, ModelKey, Sweep
+from engram_lab.lab.sweep.grid import Cell, Sweep
 from engram_lab.models.errors import LabError, first_line
-from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.handle import Handle
+from engram_lab.models.pool import ModelKey, Pool
 from engram_lab.probes import running
 from engram_lab.probes.base import ModelProtocol, Progress, Protocol, Report
 
@@ -115,45 +115,6 @@ def _noted(depends: Sequence[str]) -> bytes:
     return json.dumps(list(depends)).encode()
 
 
-class OpenModels:
-    """Open models, a bounded number; not for two threads at once."""
-
-    def __init__(self, most: int = KEPT_MODELS) -> None:
-        self._most = most
-        self._open: dict[ModelKey, Handle] = {}  # the last used last
-        self._broken: dict[ModelKey, LabError] = {}  # not tried again for every cell
-
-    def get(self, keys: Sequence[ModelKey], later: Sequence[ModelKey] | None = None) -> list[Handle]:
-        """The handles of `keys`. Others stay open as room is: the soonest of `later`, else the last used."""
-        others = [*reversed(self._open)] if later is None else [key for key in later if key in self._open]
-        self._keep([*dict.fromkeys([*keys, *others])][: max(self._most, len(set(keys)))])
-        for key in dict.fromkeys(keys):
-            handle = self._open.pop(key, None)
-            self._open[key] = self._opened(key, keys) if handle is None else handle
-        return [self._open[key] for key in keys]
-
-    def close(self) -> None:
-        """Close them all."""
-        self._keep(())
-
-    def _keep(self, wanted: Sequence[ModelKey]) -> None:
-        for key in [key for key in self._open if key not in wanted]:
-            self._open.pop(key).close()
-
-    def _opened(self, key: ModelKey, keys: Sequence[ModelKey]) -> Handle:
-        if key in self._broken:
-            raise self._broken[key]
-        try:
-            return open_model(key.name, **key.options())
-        except LabError:
-            self._keep(keys)  # it may be for the memory that the others take
-        try:
-            return open_model(key.name, **key.options())
-        except LabError as error:
-            self._broken[key] = error
-            raise
-
-
 def identity(handles: Sequence[Handle], probe: str, config: Any) -> tuple[tuple[ModelProtocol, ...], list[str]]:
     """What a request's result depends on beside the request: the models, and what else the probe reads from disk."""
     more = running.depends(probe, handles, config)
@@ -167,13 +128,13 @@ def sentence(error: BaseException) -> str:
 
 def run_here(sweep: Sweep, jobs: Sequence[Job], ledger: Ledger, progress: Progress | None = None) -> Generator[Outcome]:
     """Each job's outcome as it comes; one that fails does not stop the others. `progress` is that of the job."""
-    with contextlib.closing(OpenModels()) as opened:
+    with Pool(KEPT_MODELS) as pool:
         for n, job in enumerate(jobs):
             later = None
             if n == 0 or job.models != jobs[n - 1].models:
                 later = [key for after in jobs[n + 1 :] for key in after.models]
             try:
-                handles = opened.get(job.models, later)
+                handles = pool.get(job.models, later)
                 models, depends = identity(handles, sweep.probe, job.config)
                 run = ledger.finished(job, models, depends)
                 if run is None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from engram_lab.lab.command import main as cli
 from engram_lab.lab.fronts import FRONTS, facts_alternatives
-from engram_lab.lab.sessions import NewRun, environment, open_store, replay
+from engram_lab.lab.sessions import NewRun, environment, open_store
 from engram_lab.lab.sessions.archive import export_session
 from engram_lab.lab.sessions.replay import Replayed, Replayer
 from engram_lab.models import listing
@@ -219,7 +219,7 @@ def test_models_are_opened_once_and_closed_when_no_run_needs_them(make: Make, mo
         except LabError:
             return True
 
-    monkeypatch.setattr(replay, "open_model", spied)
+    monkeypatch.setattr("engram_lab.models.handle.open_model", spied)
     with Replayer(runs, (3, 1, 2, 1)) as replayer:
         assert replayer.chosen == [1, 2, 3]
         replayer.run(1)
@@ -329,7 +329,7 @@ def test_an_interrupt_closes_the_models_and_ends_with_130(archive: Path, monkeyp
         return opened[0]
 
     before = torch.get_num_threads()
-    monkeypatch.setattr(replay, "open_model", interrupted)
+    monkeypatch.setattr("engram_lab.models.handle.open_model", interrupted)
     assert cli.main(["replay", str(archive)]) == 130
     assert torch.get_num_threads() == before
     with pytest.raises(LabError, match="was closed"):

@@ -211,7 +211,7 @@ def test_each_model_is_opened_once_and_few_at_a_time(
         most = max(most, sum(handle.is_open for handle in alive))
         return alive[-1]
 
-    monkeypatch.setattr(sweep_run, "open_model", counting)
+    monkeypatch.setattr("engram_lab.models.handle.open_model", counting)
     content = {"probe": "lens", "options": {"prompt": ["a", "b"], "model": names, "bootstrap": 5}}
     assert run(written(tmp_path, content), store, "--out", tmp_path / "t.parquet") == 0
     assert opened == names and most == 1 and not any(handle.is_open for handle in alive)
