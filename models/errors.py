@@ -1,8 +1,8 @@
 """Named errors. The text of each is one sentence for a person: it names the input and the way out."""
 
 
-class LabError(ValueError):
-    """A request that cannot be served as it was made."""
+class LabError(Exception):
+    """A request that cannot be served as it was made, and no fault of the program."""
 
 
 class UnknownModelError(LabError):

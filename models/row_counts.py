@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from engram_lab.models import listing
 from engram_lab.models.canonical import tokenizer_sha256
 from engram_lab.models.data import PackedStream
-from engram_lab.models.errors import DataError
+from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.files import whole
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import memories
@@ -133,7 +133,7 @@ class TrainingRun:
             sources = (*info["sources"], f"in the order of seed {config.seed}")
             stream = PackedStream(run / "data", "tokens", config.seed)
             tokenizer = AutoTokenizer.from_pretrained(run / "data" / "tokenizer")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (LabError, OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{run} is no finished run of engram-lab train ({error}): name its --out folder.") from None
         if tokenizer_sha256(tokenizer) != tokenizer_sha256(handle.tokenizer):
             raise DataError(f"The run in {run} has another tokenizer than {handle.name}: name the model that it gave.")

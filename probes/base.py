@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from engram_lab.models.errors import DataError
+from engram_lab.models.errors import DataError, LabError
 from engram_lab.probes import module_of
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Record:
             return cls(**{name: _typed(value, hints[name]) for name, value in stored.items()})
         except DataError:
             raise
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (LabError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise DataError(f"This {cls.__name__} is damaged or of another version: {error}.") from error
 
     def __eq__(self, other: object) -> bool:

@@ -135,7 +135,7 @@ def open_translators(handle: Handle, path: Path | None = None) -> Translators:
         with safe_open(path, "pt") as file:
             info = FitInfo.from_dict(json.loads((file.metadata() or {})[_KEY]))
             weight, bias, lines = (file.get_tensor(name) for name in ("weight", "bias", "lines"))
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (LabError, OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not a tuned lens ({loading.first_line(error)}): fit it with {again}."
         ) from None

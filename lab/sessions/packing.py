@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from engram_lab.models.errors import DataError
+from engram_lab.models.errors import DataError, LabError
 from engram_lab.probes.base import Record, Report
 
 FORMAT = 1
@@ -52,7 +52,7 @@ def unpack(data: bytes) -> Report:
         split(report, "", found)
     except DataError:
         raise
-    except (SafetensorError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LabError, SafetensorError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"These bytes are no report of the lab ({_reason(error)}).") from error
     except (AssertionError, RecursionError, MemoryError) as error:  # records check themselves
         raise DataError(f"These bytes are no report of the lab ({_reason(error)}).") from error
