@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab.app import page, runner
+from engram_lab.lab.app import page, runner, uploads
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import narrow
 from engram_lab.lab.fronts import cka_figures, lens_figures, reference
@@ -77,7 +77,7 @@ def the_pair() -> tuple[str, str] | None:
 
 def uploaded(label: str, key: str) -> tuple[Sentence, ...] | None:
     """The sentences of a file that the user brought, if any."""
-    file = page.upload(label, key, take_all if key == "cka_file" else None)
+    file = uploads.upload(label, key, take_all if key == "cka_file" else None)
     return None if file is None else read_sentences(file.data, file.name)
 
 

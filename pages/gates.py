@@ -7,7 +7,7 @@ import math
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab.app import map_page, page, runner
+from engram_lab.lab.app import page, runner
 from engram_lab.lab.ask import texts
 from engram_lab.lab.fronts import gates_figures, gates_summaries, reference
 from engram_lab.lab.fronts.gates_figures import CHANGED, CONTROL_NAMES, KNOCK_OUT
@@ -26,7 +26,7 @@ def main() -> None:
         "At which tokens does the memory open, how much comes through, what does it say, and is anything lost "
         "without it? An open gate on the wrong rows says nothing, so every chart has its controls."
     )
-    map_page.one_or_set(one_prompt, text_set)
+    page.one_or_set(one_prompt, text_set)
 
 
 def with_memory() -> list[Handle]:
@@ -146,13 +146,13 @@ def the_map(report: Report, position: int, control: ControlRun | None) -> go.Fig
         "Shown", options, key="shown", bind="query-params", width=240,
         help="With knock-outs there are also the changes of the target's logit and log-probability.",
     )  # fmt: skip
-    seen = map_page.window(row, len(gates_figures.tokens_of(report)))
+    seen = page.map_window(row, len(gates_figures.tokens_of(report)))
     changed = control if what in CHANGED else None
     difference = changed is not None and row.toggle(
         "Difference", key="difference", bind="query-params", help="Control minus as it is, in place of both."
     )
     figure = gates_figures.gate_map(report, mode, what, seen, position, changed, difference)
-    map_page.show(figure, clicked)
+    page.show_map(figure, clicked)
     note = "Click a cell to read the target there."
     if control is not changed:
         note += f" The control changes the {' and the '.join(CHANGED)}; this is the memory as it is."

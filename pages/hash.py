@@ -8,7 +8,7 @@ import streamlit as st
 import torch
 from torch import Tensor
 
-from engram_lab.lab.app import memory_page, page, runner
+from engram_lab.lab.app import page, runner
 from engram_lab.lab.draw import hash_steps, labels
 from engram_lab.models import ngrams
 from engram_lab.models.errors import LabError
@@ -33,7 +33,7 @@ def main() -> None:
 
 def own_hash(prompt: str) -> None:
     """Every step for the chosen position and layer of the chosen model."""
-    place = memory_page.choose_place(prompt)
+    place = page.choose_place(prompt)
     handle, name_of = place.handle, page.namer(place.handle)
     config = handle.model.config
     with runner.turn([handle], "the hash of this prompt"):

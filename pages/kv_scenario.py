@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab.app import get_model, page, runner
+from engram_lab.lab.app import get_model, page, runner, uploads
 from engram_lab.lab.ask import kv_widgets, scenarios
 from engram_lab.lab.ask.kv_widgets import ALL, PARTS
 from engram_lab.lab.draw import labels
@@ -70,7 +70,7 @@ def the_library() -> tuple[tuple[Scenario, ...], st.delta_generator.DeltaGenerat
     """(the scenarios of a file that the user brought, else those that ship; the box of the upload)."""
     box = st.expander("Library: bring your own, or take this one with you")
     with box:
-        file = page.upload(
+        file = uploads.upload(
             "A .jsonl, a scenario on each line; without a file, the scenarios that we wrote", "kv_file", type="jsonl"
         )
     return (scenarios.library() if file is None else scenarios.read(file.data, file.name)), box

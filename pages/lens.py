@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab.app import map_page, page, runner
+from engram_lab.lab.app import page, runner
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import lens_figures, lens_summaries, reference
@@ -35,7 +35,7 @@ def main() -> None:
         "and how far is that from what it says in the end? The tuned lens first carries each layer over into the "
         "basis of the last."
     )
-    map_page.one_or_set(one_prompt, text_set)
+    page.one_or_set(one_prompt, text_set)
 
 
 def one_prompt() -> None:
@@ -137,7 +137,7 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
     if lens.tuned is not None:
         tuned = controls.selectbox("Lens", LENSES, key="lens", bind="query-params", width=130) == LENSES[1]
     tokens = lens_figures.prompt_tokens(report, index)
-    seen = map_page.window(controls, len(tokens))
+    seen = page.map_window(controls, len(tokens))
     layers = list(lens.layer_names)
     page.keep_within("layer", layers, layers[-1])
     layer = controls.selectbox("Layer", layers, len(layers) - 1, key="layer", bind="query-params", width=110)
@@ -155,7 +155,7 @@ def the_map(report: Report, opened: list[Handle]) -> tuple[int, int, go.Figure]:
         (layers.index(layer), pos),
         tuned,
     )
-    map_page.show(figure, partial(clicked, lens.layer_names))
+    page.show_map(figure, partial(clicked, lens.layer_names))
     st.caption("Click a cell to inspect it below.")
     return layers.index(layer), pos, figure
 

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab.app import memory_page, page, runner
+from engram_lab.lab.app import page, runner
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import reference, rows_figures
@@ -27,7 +27,7 @@ def main() -> None:
         "how often were they read, who else reads them, and what do they say?"
     )
     prompt = page.prompt_box(beside=amounts)
-    place = memory_page.choose_place(prompt)
+    place = page.choose_place(prompt)
     with st.expander("The text that hits and sharing are counted over"):
         text = page.text_set(own_sentences())
     config = RowsConfig(
@@ -66,7 +66,7 @@ def amounts() -> None:
     )  # fmt: skip
 
 
-def summary(report: Report, place: memory_page.Place) -> None:
+def summary(report: Report, place: page.Place) -> None:
     """The position, its gate, and its n-grams as chips."""
     result = report.result
     config = place.handle.model.config
@@ -88,7 +88,7 @@ def summary(report: Report, place: memory_page.Place) -> None:
     st.caption("Left the tokens as the prompt has them, right what they are hashed as: canonical text and id.")
 
 
-def the_rows(report: Report, place: memory_page.Place) -> None:
+def the_rows(report: Report, place: page.Place) -> None:
     """All rows that the position reads."""
     st.subheader("The rows it reads")
     result = report.result
@@ -112,7 +112,7 @@ def the_rows(report: Report, place: memory_page.Place) -> None:
         st.caption(labels.markdown(f"{about} Text: {result.text.tokens:,} tokens."))
 
 
-def what_they_say(report: Report, place: memory_page.Place) -> dict[str, go.Figure]:
+def what_they_say(report: Report, place: page.Place) -> dict[str, go.Figure]:
     """One chosen row, who shares it, and beside it what came through of all of them."""
     st.subheader("What they say")
     rows = {f"{row.order}-gram, head {row.head}": row for row in report.result.rows}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from engram_lab.lab.app import page, runner
+from engram_lab.lab.app import page, runner, uploads
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import reference, sensitivity_figures
@@ -24,14 +24,14 @@ def main() -> None:
     )
     left, right = st.columns([3, 2])
     with left:
-        uploads = page.upload_many(
+        files = uploads.upload_many(
             'Your own sets: .jsonl with "prompt", "answer" and maybe "context", or whole texts, one on each line; '
             "without a file, the facts, reading questions and sentences that we wrote",
             "sets",
         )
     with right:
         seed, bootstrap = page.resampling()
-    sets = tuple(TextSet(file.name.rpartition(".")[0], texts.items_of(file.data, file.name)) for file in uploads)
+    sets = tuple(TextSet(file.name.rpartition(".")[0], texts.items_of(file.data, file.name)) for file in files)
     sets = sets or texts.shipped_sets()
     names = tuple(own.name for own in sets)
     if len(set(names)) < len(names):

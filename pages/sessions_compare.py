@@ -7,7 +7,7 @@ import streamlit as st
 
 from engram_lab.lab.app import page, reopened, runner
 from engram_lab.lab.draw import labels
-from engram_lab.lab.sessions import RunInfo, SessionInfo, difference
+from engram_lab.lab.sessions import RunInfo, SessionInfo
 from engram_lab.pages.sessions_list import figure, short
 from engram_lab.probes.base import Report
 
@@ -30,7 +30,9 @@ def comparison(session: SessionInfo) -> None:
     b = right.selectbox("B", same, key="compare_b")
     if not st.toggle("Compare them", key="compare", bind="query-params"):
         return
-    one, two = (reopened.store().report(every[name].id) for name in (a, b))
+    one, two = (reopened.kept_report(every[name]) for name in (a, b))
+    from engram_lab.lab.sessions import difference  # its rules name a probe's classes
+
     for column, report, name in zip(st.columns(2), (one, two), "AB", strict=True):
         drawn = figure(report)
         drawn.update_layout(width=None)

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import zipfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab.app import page, reopened, runner
+from engram_lab.lab.app import imports, page, progress, reopened, runner
 from engram_lab.lab.app.settings import settings
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.durations import digits
 from engram_lab.lab.fronts import FRONTS, export, front
 from engram_lab.lab.sessions import RunInfo, SessionInfo, archive
-from engram_lab.lab.sessions import report as report_html
 from engram_lab.models.errors import LabError
-from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Report
+
+if TYPE_CHECKING:
+    from engram_lab.models.handle import Handle
 
 SHOWN = 12  # sessions at once
 LARGEST_ARCHIVE = 64  # MB
@@ -169,6 +173,9 @@ def exported(id: str) -> bytes:
 
 def html_of(id: str) -> str:
     """A session as one page; tokens are named by those of its models that are here. Called outside of the script."""
+    imports.wait()
+    from engram_lab.lab.sessions import report as report_html
+
     session, models = reopened.store().session(id), runner.open_models_here()
     names = {model.name for run in session.runs for model in run.models} & set(runner.model_names())
     try:
@@ -299,7 +306,7 @@ def the_run(session: SessionInfo, n: int, run: RunInfo) -> None:
             st.button("", key=f"delete_{run.id}", icon=":material/delete:", help="Delete this run",
                       on_click=_delete_run, args=(run,))  # fmt: skip
         if shown:
-            report = reopened.store().report(run.id)
+            report = reopened.kept_report(run)
             st.plotly_chart(figure(report), theme=None, key=f"figure_{run.id}", config={"displayModeBar": False})
             protocol(run)
             st.code(export.command_line(report.probe, report.config), language="bash")
@@ -355,7 +362,7 @@ def importer() -> None:
             "A .zip that the lab exported", type="zip", key="archive", max_upload_size=LARGEST_ARCHIVE
         )
         if file is not None and st.session_state.get("imported") != file.file_id:
-            session = archive.import_session(reopened.store(), file.getvalue())
+            session = bring_in(file.getvalue())
             st.session_state["imported"] = file.file_id
             choose(session.id)
             st.rerun()
@@ -366,6 +373,12 @@ def importer() -> None:
             )  # fmt: skip
 
 
+def bring_in(data: bytes) -> SessionInfo:
+    """Import a session, whose reports are checked by the classes of their probes."""
+    progress.wait_for_imports()
+    return archive.import_session(reopened.store(), data)
+
+
 def examples() -> list[Path]:
     """The sessions that ship, the one to begin with first."""
     return sorted(EXAMPLES.glob("*.zip"), reverse=True)
@@ -374,12 +387,14 @@ def examples() -> list[Path]:
 @st.cache_data(show_spinner=False)
 def example(path: Path) -> tuple[str, str]:
     """(name, first sentence of the note) of a shipped session."""
-    found = archive.read_archive(path.read_bytes())
-    return found.name, re.split(r"(?<=[.?!])\s", re.sub(r"[*_`#]", "", found.note).strip(), maxsplit=1)[0]
+    with zipfile.ZipFile(path) as file:  # one of ours: its reports are checked when it is opened
+        manifest = json.loads(file.read(archive.MANIFEST))
+    note = re.sub(r"[*_`#]", "", manifest["note"]).strip()
+    return manifest["name"], re.split(r"(?<=[.?!])\s", note, maxsplit=1)[0]
 
 
 def take_example(path: Path) -> None:
     """Choose a shipped session, which is imported if it is not here yet."""
     name = example(path)[0]
     known = next((session for session in reopened.store().sessions() if session.name == name), None)
-    choose((known or archive.import_session(reopened.store(), path.read_bytes())).id)
+    choose((known or bring_in(path.read_bytes())).id)

@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-from engram_lab.lab.app import reopened, runner
+from engram_lab.lab.app import progress, reopened, runner
 from engram_lab.lab.draw import labels, theme
 from engram_lab.models.errors import LabError
 
@@ -18,6 +18,7 @@ ICON = (
     '<g fill="none" stroke="#FBFAF7" stroke-width="2.6"><path d="M7 9h18M7 16h18M7 23h18"/></g>'
     '<circle cx="21" cy="16" r="4.4" fill="#E69F00"/></svg>'
 )
+WITHOUT_MODELS = ("", "start", "sessions", "reference")  # pages that are drawn while torch is imported
 PAGES = Path(__file__).resolve().parents[2] / "pages"
 
 
@@ -78,6 +79,8 @@ if reopened.state().said:
     st.warning(reopened.state().said, icon=":material/bookmark:")
     reopened.state().said = ""
 try:
+    if navigation.url_path not in WITHOUT_MODELS:
+        progress.wait_for_imports()
     with runner.script():
         navigation.run()
 except LabError as error:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import streamlit as st
 
+from engram_lab.lab.app import reopened
 from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.fronts import FRONTS
 from engram_lab.models.errors import LabError
@@ -97,19 +97,15 @@ def attachments(handle: Handle, user: User) -> dict[str, bytes]:
     return {} if own is None else {"overlay": own.overlay.to_bytes()}
 
 
-def restore(config: Any, overlay: bytes | None = None) -> None:
-    """Put the request of a kept run back when the page is next shown.
+def take_up(handle: Handle, known: dict[str, User]) -> None:
+    """Put back the requests of reopened runs, before the page draws its users.
 
     The user of that name gets its facts as the table, and it is asked for as if the button had been pressed. With
     the overlay that was kept nothing is written again, if it is one of these facts for this very model.
     """
-    st.session_state.setdefault("facts_restored", []).append((config, overlay))
-    st.session_state.update({"facts_user": config.writing.user, "facts_said": None})
-
-
-def take_up(handle: Handle, known: dict[str, User]) -> None:
-    """What `restore` left for the page."""
-    for config, overlay in st.session_state.pop("facts_restored", ()):
+    requests, reopened.state().facts = reopened.state().facts, []
+    for config, overlay in requests:
+        st.session_state.update({"facts_user": config.writing.user, "facts_said": None})
         user = known.setdefault(config.writing.user, User(config.writing.user, ()))
         user.take(config.facts)
         if config.models != (handle.name,):

@@ -36,6 +36,11 @@ class Line:
         self._tickets: list[_Ticket] = []  # in order of coming; those that run stay in until they are done
         self._own = threading.local()
 
+    @property
+    def length(self) -> int:
+        """How many are in the line, those whose turn it is too."""
+        return len(self._tickets)
+
     @contextmanager
     def turn(
         self,

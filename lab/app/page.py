@@ -1,25 +1,27 @@
-"""What several pages share: the prompt box, tokens, text sets, the protocol under a chart, exports."""
+"""What several pages share: the prompt box, tokens, text sets, a map and a place in it, the protocol, exports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab.app import keeping, reopened
+from engram_lab.lab.app import keeping, runner, uploads
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import entry, export
-from engram_lab.models.errors import DataError
-from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Report
 
+if TYPE_CHECKING:
+    from engram_lab.models.handle import Handle
+
 OWN = "your own"
+WINDOW = 64  # positions of a map at once
 _MANY = 10**9
 
 
@@ -106,83 +108,6 @@ def namer(handle: Handle) -> Callable[[int], str]:
     return lambda token_id: labels.label(handle.pieces([token_id], whole=False)[0])
 
 
-LARGEST_UPLOAD = 4  # MB; of a text set and the like
-
-
-@dataclass(frozen=True)
-class Upload:
-    """A file that the user brought."""
-
-    name: str
-    data: bytes
-
-
-def upload(label: str, key: str, on_change: Callable[[], None] | None = None, **options: Any) -> Upload | None:
-    """A file that the user brought, now or before the page was left, or that came with a reopened run."""
-    options.setdefault("max_upload_size", LARGEST_UPLOAD)
-    st.file_uploader(label, key=key, on_change=_uploaded, args=(key, on_change), **options)
-    kept: tuple[str, bytes] | None = st.session_state.get(f"kept.{key}")
-    if kept is None:
-        return None
-    reopened.state().files[key] = kept
-    if st.session_state.get(key) is None:
-        with st.container(horizontal=True, vertical_alignment="center"):
-            st.caption(f"{labels.markdown(kept[0])}, {len(kept[1]):,} bytes, is in use.")
-            st.button("Remove", key=f"drop_{key}", icon=":material/close:", on_click=_drop, args=(key, on_change))
-    return _small(*kept)
-
-
-def _uploaded(key: str, on_change: Callable[[], None] | None) -> None:
-    """Keep what was brought, as the uploader itself forgets it when the page is left."""
-    file = st.session_state[key]
-    if file is None:
-        _drop(key, on_change)
-        return
-    st.session_state[f"kept.{key}"] = (file.name, file.getvalue())
-    if on_change is not None:
-        on_change()
-
-
-def _small(name: str, data: bytes) -> Upload:
-    """The upload; DataError for one that is too large, which else only the browser refuses."""
-    if len(data) > LARGEST_UPLOAD << 20:
-        raise DataError(f"{name} has {len(data) / 2**20:.1f} MB: bring one of at most {LARGEST_UPLOAD} MB.")
-    return Upload(name, data)
-
-
-def _drop(key: str, on_change: Callable[[], None] | None) -> None:
-    st.session_state.pop(f"kept.{key}", None)
-    if on_change is not None:
-        on_change()
-
-
-def upload_many(label: str, key: str, most: int = 8, **options: Any) -> list[Upload]:
-    """Several files, as `upload` has one; LabError for more than `most`."""
-    options.setdefault("max_upload_size", LARGEST_UPLOAD)
-    st.file_uploader(label, key=key, accept_multiple_files=True, on_change=_uploaded_many, args=(key,), **options)
-    names = [name for name in (f"{key}.{n}" for n in range(most + 1)) if f"kept.{name}" in st.session_state]
-    kept = {name: st.session_state[f"kept.{name}"] for name in names}
-    if len(kept) > most:
-        raise DataError(f"These are more than {most} files: take some away.")
-    reopened.state().files |= kept
-    if kept and not st.session_state.get(key):
-        with st.container(horizontal=True, vertical_alignment="center"):
-            st.caption(f"{labels.markdown(', '.join(name for name, _ in kept.values()))}: in use.")
-            st.button("Remove", key=f"drop_{key}", icon=":material/close:", on_click=_drop_many, args=(key,))
-    return [_small(*file) for file in kept.values()]
-
-
-def _uploaded_many(key: str) -> None:
-    _drop_many(key)
-    for n, file in enumerate(st.session_state[key]):
-        st.session_state[f"kept.{key}.{n}"] = (file.name, file.getvalue())
-
-
-def _drop_many(key: str) -> None:
-    for name in [name for name in st.session_state if str(name).startswith(f"kept.{key}.")]:
-        del st.session_state[name]
-
-
 def _take_all_texts() -> None:
     """For another file, use all of it; what is too many is cut down to what there is."""
     st.session_state["texts"] = _MANY
@@ -192,7 +117,7 @@ def text_set(default: Sequence[str], label: str = "without a file, the sentences
     """A text set: an upload or `default`, the first so many of it."""
     left, right = st.columns([3, 1])
     with left:
-        file = upload(f"Your own texts (UTF-8, one on each line); {label}", "file", _take_all_texts)
+        file = uploads.upload(f"Your own texts (UTF-8, one on each line); {label}", "file", _take_all_texts)
     lines = tuple(default) if file is None else texts.lines_of(file.data, file.name)
     if st.session_state.get("texts", 0) > len(lines):
         st.session_state["texts"] = len(lines)
@@ -211,6 +136,86 @@ def resampling() -> tuple[int, int]:
     )  # fmt: skip
     seed = b.number_input("Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", help="Of all that is drawn.")
     return int(seed), int(bootstrap)
+
+
+def one_or_set(one_prompt: Callable[[], None], text_set: Callable[[], None]) -> None:
+    """The switch between the two, and the chosen one."""
+    (text_set if mode_switch() == texts.SET else one_prompt)()
+
+
+def map_window(container: st.delta_generator.DeltaGenerator, n_tokens: int) -> tuple[int, int]:
+    """The positions [start, end) of a prompt that the map shows; end may lie behind the prompt's."""
+    starts = list(range(0, n_tokens, WINDOW))
+    keep_within("from", starts, 0)
+    start: int = container.selectbox(
+        "From position", starts, key="from", bind="query-params", disabled=len(starts) == 1, width=150,
+        help=f"The map shows {WINDOW} positions at a time.",
+    )  # fmt: skip
+    return start, start + WINDOW
+
+
+def show_map(figure: go.Figure, clicked: Callable[[], None]) -> None:
+    """The map, in a box of its own that scrolls; `clicked` runs when a cell is."""
+    with st.container(key="map_scroll"):
+        st.plotly_chart(
+            figure,
+            theme=None,
+            width=int(figure.layout.width),
+            key="map",
+            on_select=clicked,
+            selection_mode="points",
+            config={"displayModeBar": False},
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position of the prompt and a memory layer of a model."""
+
+    handle: Handle
+    ids: tuple[int, ...]
+    position: int
+    layer: int
+
+
+def choose_place(prompt: str) -> Place:
+    """The chosen model's tokens, then widgets for position and memory layer.
+
+    Of the two models in the sidebar the first that has a memory, or a choice where both have one. LabError where
+    neither has, or for a bad prompt.
+    """
+    opened = {handle.name: handle for handle in runner.handles(runner.chosen_models())}
+    able = [name for name, handle in opened.items() if handle.engram_layers]
+    if not able:
+        from engram_lab.models.memory import memories
+
+        memories(next(iter(opened.values())))  # says so
+    controls = st.container(horizontal=True)
+    name = able[0]
+    if len(able) > 1:
+        keep_within("of", able, able[0])
+        name = controls.selectbox("Model shown", able, key="of", bind="query-params", width=230)
+    handle = opened[name]
+    ids = handle.encode(prompt)
+    last = len(ids) - 1
+    keep_within("pos", range(len(ids)), last)
+    position = controls.number_input(
+        "Position",
+        0,
+        last,
+        last,
+        key="pos",
+        bind="query-params",
+        width=150,
+        help="Of the token whose n-grams are read.",
+    )
+    layers = list(handle.engram_layers)
+    keep_within("memory", layers, layers[0])
+    layer = controls.selectbox(
+        "Memory layer", layers, key="memory", bind="query-params", width=150, help="The blocks that have a memory."
+    )
+    show_tokens([handle], prompt)
+    return Place(handle, ids, int(position), int(layer))
 
 
 def how(report: Report, formula: str, meaning: str) -> None:

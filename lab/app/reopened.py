@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import streamlit as st
-from streamlit.runtime.scriptrunner import get_script_run_ctx
 
+from engram_lab.lab.app import progress, streamlit_internals
 from engram_lab.lab.ask.view import View, may_be_set
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import settled
@@ -28,11 +28,6 @@ _STATE = "_reopened"
 _UPLOADERS = {
     "lens": ("file",), "gates": ("file",), "rows": ("file",), "cka": ("cka_file", "cka_file_b"),
     "sensitivity": ("sets",), "kv": ("kv_file",),
-}  # fmt: skip
-# Widgets whose value may be set beforehand; buttons, uploads and tables may not.
-_SETTABLE = {
-    "string_value", "bool_value", "int_value", "double_value", "string_array_value", "int_array_value",
-    "double_array_value",
 }  # fmt: skip
 OVERLAY = "overlay"  # the attachment of a check of facts: see facts_users.attachments
 _OURS = "keep_"  # keys of the widgets that keep a run, which are no part of the page's view
@@ -54,7 +49,7 @@ class State:
     page: str = ""
     views: dict[str, View] = field(default_factory=dict)  # page -> what is to be put back when it is entered
     pinned: dict[str, Pinned] = field(default_factory=dict)  # request -> report
-    facts: list[tuple[Record, bytes | None]] = field(default_factory=list)  # (request, overlay) for the page of users
+    facts: list[tuple[Any, bytes | None]] = field(default_factory=list)  # (request, overlay): fact_users.take_up
     shown: list[Report] = field(default_factory=list)
     files: dict[str, tuple[str, bytes]] = field(default_factory=dict)  # that the page reads, by uploader
     kept: dict[str, str] = field(default_factory=dict)  # request -> the session that it went to
@@ -91,10 +86,8 @@ def begin(page: str) -> None:
         for name in _UPLOADERS.get(page, ()):
             for key in [key for key in st.session_state if f"{key}.".startswith(f"kept.{name}.")]:
                 del st.session_state[key]
-        st.session_state.update({f"kept.{key}": file for key, file in view.files.items()})  # see page.upload
+        st.session_state.update({f"kept.{key}": file for key, file in view.files.items()})  # see uploads.upload
         st.session_state.update(view.widgets)
-        if page == "facts":
-            _restore_facts(own)
 
 
 def take_back() -> bool:
@@ -115,19 +108,11 @@ def used(report: Report) -> Report:
 
 def capture() -> View:
     """The page as it stands: the values of all its widgets that can be set again, and its files."""
-    context = get_script_run_ctx()
     widgets: dict[str, Any] = {}
-    if context is not None:
-        raw = context.session_state._state
-        for key in list(st.session_state):
-            number = raw.get_widget_id_from_key(str(key))
-            found = None if number is None else raw.get_widget_metadata(number)
-            if found is None or found.value_type not in _SETTABLE or str(key).startswith(_OURS):
-                continue
-            value = st.session_state[key]
-            value = list(value) if isinstance(value, tuple) else value
-            if may_be_set(key, value):
-                widgets[str(key)] = value
+    for key, value in streamlit_internals.settable_values().items():
+        value = list(value) if isinstance(value, tuple) else value
+        if not key.startswith(_OURS) and may_be_set(key, value):
+            widgets[key] = value
     return View(state().page, widgets, dict(state().files))
 
 
@@ -159,7 +144,7 @@ def open_runs(session: str, runs: Sequence[RunInfo], first: RunInfo) -> str:
 
 def _pin(session: str, run: RunInfo) -> None:
     """Let the report of a run stand for its request, also in the words of its page."""
-    report = store().report(run.id)
+    report = kept_report(run)
     own, asked = state(), settled(report)
     pinned = Pinned(session, run, report)
     own.pinned |= {request(run.probe, config): pinned for config in (report.config, asked)}
@@ -168,13 +153,10 @@ def _pin(session: str, run: RunInfo) -> None:
         own.facts.append((asked, overlay))
 
 
-def _restore_facts(own: State) -> None:
-    """Put the users of kept runs back."""
-    from engram_lab.lab.app import fact_users
-
-    for config, overlay in own.facts:
-        fact_users.restore(config, overlay)
-    own.facts = []
+def kept_report(run: RunInfo) -> Report:
+    """The report of a kept run, whose classes are those of its probe."""
+    progress.wait_for_imports()
+    return store().report(run.id)
 
 
 def view_of(run: RunInfo) -> View | None:

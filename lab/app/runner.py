@@ -12,26 +12,26 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
 from engram_lab.lab.app import reopened, shortage
 from engram_lab.lab.app.line import Line
 from engram_lab.lab.app.open_models import OpenModels
+from engram_lab.lab.app.progress import Bar, is_cancelled, offer_again, wait_for_imports
 from engram_lab.lab.app.settings import settings
 from engram_lab.lab.draw import theme
 from engram_lab.models.errors import LabError, UnknownModelError
-from engram_lab.models.handle import Handle
 from engram_lab.models.listing import list_models
-from engram_lab.probes import lens as lens_probe
 from engram_lab.probes import running
 from engram_lab.probes.base import Record, Report
-from engram_lab.probes.lens import LensConfig
+
+if TYPE_CHECKING:
+    from engram_lab.models.handle import Handle
 
 NOTHING = "nothing"  # the choice of no comparison model
 KEPT_RESULTS = 24
-QUIET_SECONDS = 0.4  # what is done sooner shows no progress bar
 TIDY_SECONDS, IDLE_SECONDS = 5.0, 1.0
 
 # Of the thread that runs a script: `held`, the models that it has leased, by name; `turns`, how many it has taken.
@@ -140,13 +140,14 @@ def handles(names: Sequence[str]) -> list[Handle]:
 
     Outside of `script` they may be closed when their place is needed. LabError where there is no place for them.
     """
+    wait_for_imports()
     held: dict[str, Handle] | None = getattr(_own, "held", None)
     known: dict[str, Handle] = {} if held is None else held
     wanted = [name for name in dict.fromkeys(names) if name not in known]
     if wanted:
         told = " and ".join(wanted)
         with st.spinner(f"Opening {told} …"):
-            store, bar = open_models_here(), _Bar(f"open {told}", f"{told} was not opened.")
+            store, bar = open_models_here(), Bar(f"open {told}", f"{told} was not opened.")
             leased = dict(zip(wanted, store.lease(wanted, len(known), bar.waiting), strict=True))
             bar.clear()
         if held is None:
@@ -163,7 +164,7 @@ def turn(opened: Sequence[Handle], what: str = "") -> Iterator[None]:
     What follows the press of a button needs no name. OutOfMemoryError where memory runs out.
     """
     _own.turns = getattr(_own, "turns", 0) + 1
-    bar = _Bar(f"turn {what or _own.turns}", f"{what} was not computed." if what else "")
+    bar = Bar(f"turn {what or _own.turns}", f"{what} was not computed." if what else "")
     with line().turn(opened, bar.waiting):
         bar.clear()
         with shortage.told(f"Running {' and '.join(handle.name for handle in opened)}", opened):
@@ -233,10 +234,10 @@ def seconds(report: Report) -> float | None:
 
 def _run(key: str, probe: str, config: Any, opened: Sequence[Handle]) -> Report | None:
     """Wait for the models' turn, run and keep; while it takes long, a bar and a button that stops it."""
-    if st.session_state.get("cancelled") == key:
-        _offer_again("Cancelled: nothing was computed for this request.", "Run it")
+    if is_cancelled(key):
+        offer_again("Cancelled: nothing was computed for this request.", "Run it")
         return None
-    bar = _Bar(key)
+    bar = Bar(key)
     with line().turn(opened, bar.waiting):
         report = results().get(key)  # another session may have asked for the same
         if report is None:
@@ -245,68 +246,3 @@ def _run(key: str, probe: str, config: Any, opened: Sequence[Handle]) -> Report 
             results().put(key, report, took)
     bar.clear()
     return report
-
-
-class _Bar:
-    """What is shown while something waits or runs: a bar and a button that stops it.
-
-    A click reruns the page, and Streamlit then ends this script at its next call, here; the next one finds `key` in
-    the session. With `otherwise`, what the page then lacks, this is told in its place, and the script ends.
-    """
-
-    def __init__(self, key: str, otherwise: str = "") -> None:
-        if otherwise and st.session_state.get("cancelled") == key:
-            _offer_again(f"Cancelled: {otherwise}", "Go on")
-            st.stop()
-        self._key = key
-        self._began = time.monotonic()
-        self._slot = st.empty()  # always, so that what is below stays where it is
-        self._bar: Any = None
-
-    def waiting(self, before: int) -> None:
-        """Said while others are before, at every look: so that a script which was ended ends here."""
-        self._show(0.0, f"Waiting: {before} before you" if before else "Waiting for a model that is being opened")
-
-    def progress(self, fraction: float, doing: str) -> None:
-        """The fraction done, 0 to 1, and what is being done; nothing to see in the first moments."""
-        if self._bar is not None or time.monotonic() - self._began > QUIET_SECONDS:
-            self._show(min(max(fraction, 0.0), 1.0), f"{doing} · {fraction:.0%}")
-
-    def clear(self) -> None:
-        """Take it off the page."""
-        self._slot.empty()
-
-    def _show(self, fraction: float, text: str) -> None:
-        if self._bar is None:
-            left, right = self._slot.container().columns([6, 1], vertical_alignment="center")
-            self._bar = left.progress(0.0)
-            right.button("Cancel", key=f"cancel_{self._key}", on_click=_set_cancelled, args=(self._key,))
-        self._bar.progress(fraction, text=text)
-
-
-def _offer_again(told: str, button: str) -> None:
-    st.info(told, icon=":material/cancel:")
-    st.button(button, key="run_again", on_click=_set_cancelled, args=(None,))
-
-
-def _set_cancelled(key: str | None) -> None:
-    st.session_state["cancelled"] = key
-
-
-def warm_up() -> None:
-    """Import and open what the first page needs; a shipped model that cannot be opened is left to its page."""
-    import engram_lab.lab.fronts.export
-    import engram_lab.lab.fronts.lens_figures  # noqa: F401
-
-    shortage.few_arenas()
-
-    names = model_names()
-    for name in dict.fromkeys(default_pair(names)):
-        if name in names:
-            try:
-                opened = open_models_here().lease([name])
-            except LabError:
-                continue
-            with line().turn(opened):
-                lens_probe.run(opened, LensConfig(models=(name,), prompts=("Good morning",)))
-            open_models_here().release(opened)

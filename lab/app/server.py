@@ -1,4 +1,4 @@
-"""Starts the app: Streamlit in this process, with the lab's options, and the shipped models opened beforehand."""
+"""Starts the app: Streamlit in this process, with the lab's options; the shipped models are opened once it answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from typing import Any, NoReturn
 
 import uvicorn
 
+from engram_lab.lab.app import imports, shortage
 from engram_lab.lab.app.access import Guard
+from engram_lab.lab.app.streamlit_internals import end_process
 from engram_lab.models.errors import LabError
 
 APP = Path(__file__).with_name("entry.py")
@@ -48,9 +50,9 @@ def main(
     `settings` are those of lab.app.settings.configure. Raises LabError where they or the address cannot be used.
     """
     access = access or Access()
-    listener = _listen(host, port)
+    listener = listen(host, port)
     port = listener.getsockname()[1]
-    if not access.password and not access.login_header and not _is_local(listener):
+    if not access.password and not access.login_header and not is_local(listener):
         print(
             f"Warning: whoever can reach {host}:{port} can use this app without a login, so run models on this "
             "machine, open model files on it by their path, and read, change and delete the kept sessions. Start it "
@@ -63,7 +65,10 @@ def main(
     from streamlit.starlette import App
     from streamlit.web import bootstrap
 
-    import engram_lab.lab.app.runner  # noqa: F401 - all that is slow to import, before the address is given out
+    # What pages without a model import, so that no page does while another thread imports what is built on it.
+    import engram_lab.lab.app.page
+    import engram_lab.lab.fronts.reference
+    import engram_lab.lab.sessions.archive  # noqa: F401
     from engram_lab.lab.app.settings import configure
     from engram_lab.lab.draw.theme import streamlit_options
 
@@ -86,7 +91,7 @@ def main(
         "logger.hideWelcomeMessage": True,
         **streamlit_options(),
     }
-    _take_save_off_objects()
+    shortage.few_arenas()
     bootstrap.load_config_options(options)
     guarded = Guard(App(APP), (host, *access.names), access.password, access.login_header)
     server = _Server(
@@ -103,11 +108,9 @@ def main(
             log_level="warning",
         )
     )
-    threading.Thread(target=_prepare, args=(server, _shown(host), port), daemon=True).start()
+    threading.Thread(target=_prepare, args=(server, f"http://{host_in_address(host)}:{port}"), daemon=True).start()
     server.run(sockets=[listener])
-    sys.stdout.flush()
-    # Python would take seconds to take everything apart, and nothing here still waits to be written.
-    os._exit(0)
+    end_process()
 
 
 class _Server(uvicorn.Server):
@@ -116,14 +119,14 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; at once if asked a second time."""
         if self.should_exit:
-            os._exit(0)
+            end_process()
         self.should_exit = True
-        last = threading.Timer(END_SECONDS, os._exit, (0,))
+        last = threading.Timer(END_SECONDS, end_process)
         last.daemon = True
         last.start()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A socket bound to the address, which is then this process's own."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -146,36 +149,41 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _is_local(listener: socket.socket) -> bool:
+def is_local(listener: socket.socket) -> bool:
     """Whether only this machine can connect."""
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def _shown(host: str) -> str:
+def host_in_address(host: str) -> str:
     """The host in an address for a browser on this machine."""
     if host in ("127.0.0.1", "0.0.0.0", "::", ""):
         return "localhost"
     return f"[{host}]" if ":" in host else host
 
 
-def _take_save_off_objects() -> None:
-    """Undo what nnsight does to every object of the process: anyio refuses to define classes with a `save`."""
-    from nnsight._c import unmount
-
-    if unmount is not None and hasattr(object, "save"):
-        unmount("save")
-
-
-def _prepare(server: uvicorn.Server, shown: str, port: int) -> None:
-    """Once the server answers, open the shipped models, so that no first chart waits for them; then say where it is.
-
-    Not before: two threads that import the same packages at once can meet half an import.
-    """
-    from engram_lab.lab.app import runner
-
+def _prepare(server: uvicorn.Server, address: str) -> None:
+    """Once the server answers, say where it is; then import what runs models, and open the shipped ones."""
     while not server.started:
-        time.sleep(0.05)
+        time.sleep(0.02)
+    print(f"Engram Lab runs at {address} (Ctrl-C stops it)", flush=True)
+    imports.wait()
     for name in ("streamlit.runtime.caching", "streamlit.runtime.scriptrunner_utils.script_run_context"):
         logging.getLogger(name).setLevel(logging.ERROR)  # "missing ScriptRunContext": here there is none
-    runner.warm_up()
-    print(f"Engram Lab runs at http://{shown}:{port} (Ctrl-C stops it)", flush=True)
+    warm_up()
+
+
+def warm_up() -> None:
+    """Open and run what the first page needs; a shipped model that cannot be opened is left to its page."""
+    from engram_lab.lab.app import runner
+    from engram_lab.probes import lens
+
+    names = runner.model_names()
+    for name in dict.fromkeys(runner.default_pair(names)):
+        if name in names:
+            try:
+                opened = runner.open_models_here().lease([name])
+            except LabError:
+                continue
+            with runner.line().turn(opened):
+                lens.run(opened, lens.LensConfig(models=(name,), prompts=("Good morning",)))
+            runner.open_models_here().release(opened)

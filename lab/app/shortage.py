@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from engram_lab.lab.app import imports
 from engram_lab.models.errors import LabError, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -30,11 +31,9 @@ MARGIN = 0.8  # of what is free, as not all of it goes into the one tensor that 
 def free_memory() -> None:
     """Hand back to the system what nothing refers to any more: cycles, CUDA's cache, free pages of the C library."""
     gc.collect()
-    if "torch" in sys.modules:  # else it has nothing to hand back
-        import torch
-
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+    torch = sys.modules.get("torch")
+    if torch is not None and not imports.are_running() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     trim()
 
 

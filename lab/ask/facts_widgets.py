@@ -1,6 +1,6 @@
 """What the views of the probes of facts share: the user, and how the facts are written; light imports.
 
-The page asks for what lab.app.fact_users.restore puts back, the facts of its table with it. So a view need not make all
+The page asks for what lab.app.fact_users.take_up puts back, the facts of its table with it. So a view need not make all
 of a request: of a setting that the page does not offer, its widget stays as it is, and the page says that it differs.
 """
 

@@ -19,7 +19,7 @@ from engram_lab.models.errors import DataError
 MOST_WIDGETS, MOST_ITEMS, LONGEST_TEXT = 200, 1000, 200_000
 MOST_FILES, LARGEST_FILE = 8, 4 << 20  # bytes; what the uploaders of the pages take
 # What the pages themselves keep beside their widgets: a view from elsewhere has no say in it.
-_RESERVED = ("_", "kept.", "keep_", "facts_users", "facts_sets", "facts_restored", "facts_apart", "cancelled")
+_RESERVED = ("_", "kept.", "keep_", "facts_users", "facts_sets", "facts_apart", "cancelled")
 _KEY = re.compile(r"[A-Za-z][\w.\- ]{0,119}")
 _PAGE = re.compile(r"[a-z_]{1,40}")
 _PLAIN = (str, int, float, bool, type(None))

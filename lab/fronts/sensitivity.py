@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # What a control does, in a word of the page -> its name in the request
 WORDS = {"memory off": "off", "rows zeroed": "zeroed", "rows shuffled": "shuffled", "table of one row": "one_row"}
-FILES = 8  # sets that the page takes, as page.upload_many
+FILES = 8  # sets that the page takes, as uploads.upload_many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -83,7 +83,7 @@ def reopen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bytes | None]]:
     def also(page: str) -> None:
         begin(page)
         if todo and page == "facts":
-            fact_users.restore(*todo.pop())
+            reopened.state().facts.append(todo.pop())
 
     monkeypatch.setattr(reopened, "begin", also)
     return todo
@@ -100,7 +100,7 @@ def test_the_page_of_facts_asks_again_without_a_press(
         differs = [c.value for c in at.caption if "changed since" in c.value]
         if probe != "facts check":
             assert bool(differs) == (n == 2), "the widgets make the request too, where the page has them"
-        assert "facts_restored" not in at.session_state, "once"
+        assert not at.session_state["_reopened"].facts, "once"
 
 
 def test_reopened_facts_are_not_written_again(reopen: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_everybody_is_where_the_definition_says(actions: list[tuple[str, object]
             if what == "come":
                 length = len(here)
                 here.append(Visitor(line, which))  # type: ignore[arg-type]
-                soon(lambda n=length: len(line._tickets) == n + 1, "nobody came")
+                soon(lambda n=length: line.length == n + 1, "nobody came")
             elif here:
                 assert isinstance(which, int)
                 here.pop(which % len(here)).go()
@@ -104,7 +104,7 @@ def test_everybody_is_where_the_definition_says(actions: list[tuple[str, object]
     finally:
         for visitor in here:
             visitor.go()
-    assert not line._tickets
+    assert not line.length
 
 
 def test_first_come_first_served_and_the_position_counts_down() -> None:
@@ -112,7 +112,7 @@ def test_first_come_first_served_and_the_position_counts_down() -> None:
     here = []
     for n in range(8):
         here.append(Visitor(line, frozenset("a")))
-        soon(lambda n=n: len(line._tickets) == n + 1, "nobody came")
+        soon(lambda n=n: line.length == n + 1, "nobody came")
     last = here[-1]
     soon(lambda: last.heard[-1:] == [7], "the last was not told")
     for n, visitor in enumerate(here):
@@ -158,7 +158,7 @@ def test_two_models_in_any_order_never_block_each_other() -> None:
     for thread in threads:
         thread.join(SOON)
         assert not thread.is_alive(), "two of them wait for each other"
-    assert not wrong and not line._tickets
+    assert not wrong and not line.length
 
 
 def test_a_turn_that_fails_ends() -> None:
@@ -167,20 +167,20 @@ def test_a_turn_that_fails_ends() -> None:
         _ = 1 / 0
     with line.turn(None):
         pass
-    assert not line._tickets
+    assert not line.length
 
 
 def test_a_turn_within_a_turn() -> None:
     line = Line()
     with line.turn("ab"):
         with line.turn("a"), line.turn("a"):
-            assert len(line._tickets) == 1
+            assert line.length == 1
         with pytest.raises(RuntimeError, match="outer"), line.turn("ac"):
             pass
         with pytest.raises(RuntimeError, match="outer"), line.turn(None):
             pass
     with line.turn(None), line.turn("x"), line.turn(None):
         pass
-    assert not line._tickets
+    assert not line.length
     with line.turn("ac"):  # it has forgotten the outer one
         pass

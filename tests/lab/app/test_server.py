@@ -241,13 +241,13 @@ def test_a_bad_option_is_one_sentence(options: list[str], sentence: str, capsys:
     ("host", "local"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False)]
 )
 def test_listens_where_it_was_told(host: str, local: bool) -> None:
-    with server._listen(host, 0) as listener:
-        assert server._is_local(listener) is local
+    with server.listen(host, 0) as listener:
+        assert server.is_local(listener) is local
         listener.listen()
         socket.create_connection((host, listener.getsockname()[1]), timeout=5).close()
         with pytest.raises(LabError, match="cannot listen"):
-            server._listen(host, listener.getsockname()[1])
-    assert server._shown("::1") == "[::1]" and server._shown("127.0.0.1") == "localhost"
+            server.listen(host, listener.getsockname()[1])
+    assert server.host_in_address("::1") == "[::1]" and server.host_in_address("127.0.0.1") == "localhost"
 
 
 def test_ends_at_once_in_the_middle_of_a_run(locked: App) -> None:
