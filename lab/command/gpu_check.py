@@ -1,7 +1,8 @@
 """`engram-lab gpu-check`: every probe on the GPU and on the CPU, compared and timed; needs no Streamlit or Plotly.
 
-float32 results have to agree within FLOAT32_BOUND; bfloat16 ones with the CPU's float32 within BFLOAT16_BOUND, which
-is what rounding weights and activations to 8 bits of mantissa costs on the shipped models, with room to spare.
+float32 results have to agree as a replay's have to (lab.sessions.compare.verdict): every array of every result, within
+FLOAT32_BOUND. Of bfloat16 ones, nats and probabilities have to agree with the CPU's float32 within BFLOAT16_BOUND,
+which is what rounding weights and activations to 8 bits of mantissa costs on the shipped models, with room to spare.
 """
 
 from __future__ import annotations
@@ -13,111 +14,101 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.command.console import write
+from engram_lab.lab.sessions import compare
+from engram_lab.probes.running import compute
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
 
-FLOAT32_BOUND = 1e-4  # nats, or probability
-BFLOAT16_BOUND = 0.25  # nats at a single layer and position, or probability
+FLOAT32_BOUND = 1e-4  # and as much of the value itself
+BFLOAT16_BOUND = 0.25  # nats at a single layer and position, or probability, and as much of the value itself
+ROUNDED = ("nats", "nats a token", "probability")  # units that BFLOAT16_BOUND is of
 PROMPT = "The Soviet Union and the United States of America signed the treaty in New York City in 1963."
-REPEATS = 5
+REPEATS, ENOUGH = 5, 2.0  # times that something is measured, and seconds after which it is not again
 
 
-def lens(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
-    """The lens probe on the default prompt: (report, the figures to compare, by name)."""
-    from engram_lab.probes import lens as lens_probe
-
-    config = lens_probe.LensConfig(models=tuple(h.name for h in handles), prompts=(PROMPT,), target=" States")
-    report = lens_probe.run(handles, config)
-    figures = {}
-    for model in report.result.models:
-        for field in ("kl", "entropy", "next_token_loss", "target_prob"):
-            figures[f"{model.name} {field}"] = getattr(model, field)
-    return report, figures
-
-
-def gates(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
-    """The gates of the first model on the default prompt, with shuffled rows beside."""
-    from engram_lab.probes import gates as probe
-
-    report = probe.run(handles[:1], probe.GatesConfig((handles[0].name,), (PROMPT,), controls=("shuffled",)))
-    result = report.result
-    (shuffled,) = result.controls
-    return report, {"gate": result.gate, "loss": result.next_token_loss, "shuffled loss": shuffled.next_token_loss}
-
-
-def sensitivity(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
-    """The loss on the prompt with the memory and without."""
-    from engram_lab.probes import sensitivity as probe
-
-    sets = (probe.TextSet("prompt", (probe.Item(PROMPT),)),)
-    report = probe.run(handles, probe.SensitivityConfig(tuple(h.name for h in handles), sets))
-    return report, {"loss": report.result.loss}
-
-
-def cka(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
-    """The alignment of the two models on all tokens of a few sentences."""
-    from engram_lab.probes import cka as probe
-
-    sentences = tuple(f"{PROMPT[:-5]}{year}." for year in range(1960, 1966))
-    config = probe.CKAConfig(tuple(h.name for h in handles), sentences, points="all", bootstrap=20)
-    report = probe.run(handles, config)
-    return report, {"cka": report.result.cka}
-
-
-def kv_swap(handles: list[Handle]) -> tuple[Report, dict[str, np.ndarray]]:
-    """The probabilities of both answers on every step of a swap ladder, on the first model."""
-    from engram_lab.probes.kv import swap as probe
+def requests(engram: str, dense: str) -> dict[str, Any]:
+    """Of every probe a short request that shows most of what it computes."""
+    from engram_lab.lab.fronts import facts_alternatives
+    from engram_lab.probes.cka import CKAConfig
+    from engram_lab.probes.facts.check import CheckConfig
+    from engram_lab.probes.facts.density import DensityConfig
+    from engram_lab.probes.facts.layers import LayersConfig
+    from engram_lab.probes.facts.sets import StatedFact, Writing
+    from engram_lab.probes.gates import GatesConfig
+    from engram_lab.probes.kv.compose import ComposeConfig
+    from engram_lab.probes.kv.erratum import ErratumConfig
+    from engram_lab.probes.kv.knockout import KnockoutConfig
+    from engram_lab.probes.kv.map import MapConfig
+    from engram_lab.probes.kv.reasoning import ReasoningConfig
     from engram_lab.probes.kv.scenario import Scenario
+    from engram_lab.probes.kv.set import SetConfig
+    from engram_lab.probes.kv.swap import SwapConfig
+    from engram_lab.probes.lens import LensConfig
+    from engram_lab.probes.rows import RowsConfig
+    from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet
 
-    scenario = Scenario("He was born in {field}, a city in the", "France", "England", " north", " south")
-    # The best positions hang on near ties, which another number format may break otherwise.
-    config = probe.SwapConfig((handles[0].name,), scenario, align="split", best=(), draws=2)
-    report = probe.run(handles[:1], config)
-    effects = report.result.effects
-    return report, {"old": effects.prob_old, "new": effects.prob_new}
+    one, both = (engram,), (engram, dense)
+    sentences = tuple(f"{PROMPT[:-5]}{year}." for year in range(1960, 1966))
+    scenario = Scenario("He was born in {field}, a city in the", "France", "England", " north", " south",
+                        question="Where is it? In the", erratum="It is {new}.", irrelevant="It is late.",
+                        wrong="It is {third}.", third="Spain")  # fmt: skip
+    facts = (StatedFact("Her favourite city is", " Rome"), StatedFact("The treaty was signed in", " Paris"))
+    closed = Writing("maya", method="closed_form")  # a search for rows would make much of little
+    return {
+        "lens": LensConfig(both, (PROMPT,), " States"),
+        "gates": GatesConfig(one, (PROMPT,), controls=("shuffled",), knock_out=True),
+        "rows": RowsConfig(one, (PROMPT,), text=sentences),
+        "sensitivity": SensitivityConfig(both, (TextSet("prompt", (Item(PROMPT),)),)),
+        "cka": CKAConfig(both, sentences, points="all", bootstrap=20),
+        # The best positions hang on near ties, which another number format may break otherwise.
+        "kv swap": SwapConfig(one, scenario, align="split", best=(), draws=2),
+        "kv map": MapConfig(one, scenario, align="split"),
+        "kv knockout": KnockoutConfig(one, scenario, draws=2, align="split"),
+        "kv erratum": ErratumConfig(one, scenario, align="split"),
+        "kv reasoning": ReasoningConfig(one, scenario, (0, 4), align="split"),
+        "kv compose": ComposeConfig(one, "In 1963,", PROMPT, " The treaty was signed in", time=False),
+        "kv set": SetConfig(one, (scenario,), "split", bootstrap=20),
+        "facts check": CheckConfig(one, facts, closed, sentences, bootstrap=20),
+        "facts layers": LayersConfig(one, facts, closed, bootstrap=20),
+        "facts density": DensityConfig(one, facts, closed, sizes=(1, 2), bootstrap=20),
+        "facts alternatives": facts_alternatives.request(
+            one, facts, sentences, 1, writing=closed, ranks=(4,), lora_steps=5, bootstrap=20
+        ),
+    }
 
 
-# A new probe adds itself here: run on handles -> (report, figures to compare).
-PROBES: dict[str, Callable[[list[Handle]], tuple[Report, dict[str, np.ndarray]]]] = {
-    "lens": lens,
-    "gates": gates,
-    "sensitivity": sensitivity,
-    "cka": cka,
-    "kv swap": kv_swap,
-}
-
-
-def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
-    """The largest absolute difference over all figures; NaN stands at the same places or the result is infinite."""
-    import numpy as np
-
-    worst = 0.0
-    for name, x in a.items():
-        y = b[name]
-        if x.shape != y.shape or not np.array_equal(np.isnan(x), np.isnan(y)):
-            return float("inf")
-        gap = np.abs(np.nan_to_num(x) - np.nan_to_num(y))
-        worst = max(worst, float(gap.max(initial=0.0)))
-    return worst
+def rounded(a: Report, b: Report) -> tuple[float, list[str]]:
+    """The largest difference of nats and probabilities, and what of them is further off than BFLOAT16_BOUND."""
+    fields = [
+        field
+        for field in compare.fields(a, b)
+        if field.unit in ROUNDED and field.kind == "float" and not field.timed and field.reason is None
+    ]
+    wrong = [text for field in fields if (text := field.wrong(BFLOAT16_BOUND)) is not None]
+    return max((field.largest or 0.0 for field in fields), default=0.0), wrong
 
 
 def timed(call: Callable[[], Any], device: str) -> tuple[float, Any]:
-    """(best seconds of REPEATS, last value) of a call whose work on `device` is waited for."""
+    """(best seconds of up to REPEATS, last value) of a call whose work on `device` is waited for."""
     import torch
 
-    best = float("inf")
-    for _ in range(REPEATS):
+    spent: list[float] = []
+    while len(spent) < REPEATS and sum(spent) < ENOUGH:
         began = time.perf_counter()
         value = call()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return best, value
+        spent.append(time.perf_counter() - began)
+    return min(spent), value
+
+
+def _run(probe: str, config: Any, handles: list[Handle]) -> Report:
+    by_name = {handle.name: handle for handle in handles}
+    return compute(probe, [by_name[name] for name in config.models], config)[0]
 
 
 def trace_overhead(handle: Handle, ids: Tensor) -> dict[str, float]:
@@ -143,10 +134,10 @@ def check(device: str = "cuda", names: tuple[str, str] = ("engram-mini", "dense-
         out["gpu"] = torch.cuda.get_device_name()
     reference = [open_model(name, device="cpu", dtype="float32") for name in names]
     out["runs"] = []
-    expected = {}
-    for probe, run in PROBES.items():
-        seconds, (_, figures) = timed(partial(run, reference), "cpu")
-        expected[probe] = figures
+    expected: dict[str, Report] = {}
+    asked = requests(*names)
+    for probe in asked:
+        seconds, expected[probe] = timed(partial(_run, probe, asked[probe], reference), "cpu")
         out["runs"].append({"probe": probe, "device": "cpu", "dtype": "float32", "seconds": seconds})
     ids = torch.tensor([reference[0].encode(PROMPT) * 20])[:, :256]
     for dtype, bound in (("float32", FLOAT32_BOUND), ("bfloat16", BFLOAT16_BOUND)):
@@ -156,13 +147,17 @@ def check(device: str = "cuda", names: tuple[str, str] = ("engram-mini", "dense-
                 for handle in handles:
                     if handle.engram_layers:
                         engram_model(handle).place_tables("cpu", pin=True)
-            for probe, run in PROBES.items():
+            for probe in asked:
                 if cuda:
                     torch.cuda.reset_peak_memory_stats()
-                seconds, (_, figures) = timed(partial(run, handles), device)
-                gap = largest_difference(expected[probe], figures)
+                seconds, report = timed(partial(_run, probe, asked[probe], handles), device)
+                if dtype == "float32":
+                    verdict = compare.verdict(expected[probe], report, bound)
+                    gap, wrong = verdict.largest, list(verdict.wrong)
+                else:
+                    gap, wrong = rounded(expected[probe], report)
                 line = {"probe": probe, "device": device, "dtype": dtype, "tables": tables, "seconds": seconds}
-                line |= {"largest_difference": gap, "bound": bound, "within": gap <= bound}
+                line |= {"largest_difference": gap, "bound": bound, "wrong": wrong, "within": not wrong}
                 if cuda:
                     line["peak_bytes"] = torch.cuda.max_memory_allocated()
                 out["runs"].append(line)
