@@ -183,6 +183,7 @@ def test_files_that_changed_are_opened_anew(names: list[str]) -> None:
     assert new.model is not None
 
 
+@pytest.mark.slow
 def test_to_and_fro_keeps_one_and_no_memory() -> None:
     """On the shipped models, whose weights are worth looking at: in a process of its own, which is small before."""
     code = """
@@ -319,6 +320,7 @@ def test_weights_that_do_not_fit_are_one_sentence_and_the_store_goes_on(names: l
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+@pytest.mark.slow
 def test_a_run_that_the_computer_has_no_memory_for_leaves_a_working_app() -> None:
     """The app itself, in a process that may not have more than a little beside what it has now."""
     code = """

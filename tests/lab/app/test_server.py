@@ -43,6 +43,12 @@ class App:
     def address(self) -> str:
         return self.line.split()[4]
 
+    def wait(self) -> None:
+        """Until it says where it is."""
+        assert self.process.stdout is not None
+        self.line = next((line for line in self.process.stdout if "http://" in line), "")
+        assert self.line, self.errors.read_text()
+
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.address, timeout=PATIENCE, **options)
 
@@ -87,9 +93,7 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, App]]:
     }
     try:
         for app in made.values():
-            assert app.process.stdout is not None
-            app.line = next((line for line in app.process.stdout if "http://" in line), "")
-            assert app.line, app.errors.read_text()
+            app.wait()
         yield made
     finally:
         for app in made.values():
@@ -250,23 +254,42 @@ def test_listens_where_it_was_told(host: str, local: bool) -> None:
     assert server.host_in_address("::1") == "[::1]" and server.host_in_address("127.0.0.1") == "localhost"
 
 
-def test_ends_at_once_in_the_middle_of_a_run(locked: App) -> None:
-    """Last: a page that measures for half a minute, and an upload that never ends."""
-    port = int(locked.address.rpartition(":")[2])
+def ends_in_the_middle_of_a_run(app: App, **options: Any) -> float:
+    """The seconds until an app has ended that measures for half a minute, with an upload that never ends."""
+    port = int(app.address.rpartition(":")[2])
     with (
-        contextlib.closing(locked.stream(**signed_in())) as stream,
+        contextlib.closing(app.stream(**options)) as stream,
         socket.create_connection(("localhost", port)) as slow,
     ):
         session_of(stream)
         slow.sendall(b"PUT /_stcore/upload_file/a/b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
         rerun(stream, "sensitivity")
+        took = list[float]()
         with pytest.raises(ConnectionClosed):  # and not because the run was over
             for message in heard(stream):
-                if message.delta.new_element.HasField("progress"):
-                    assert locked.ends(signal.SIGTERM) < 5
-    assert locked.process.returncode == 0
+                if message.delta.new_element.HasField("progress") and not took:
+                    took.append(app.ends(signal.SIGTERM))
+    (seconds,) = took
+    return seconds
 
 
-def test_ends_at_once_by_ctrl_c(exposed: App) -> None:
-    assert exposed.ends(signal.SIGINT) < 5
+def test_ends_in_the_middle_of_a_run(locked: App) -> None:
+    """Last, as are those below: the app is gone then."""
+    ends_in_the_middle_of_a_run(locked, **signed_in())
+
+
+def test_ends_by_ctrl_c(exposed: App) -> None:
+    exposed.ends(signal.SIGINT)
     assert "Traceback" not in exposed.errors.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ends_at_once(tmp_path: Path, how: signal.Signals) -> None:
+    """By the clock, on a machine that does nothing else: idle, or in the middle of a run."""
+    app = begin(tmp_path, "app")
+    try:
+        app.wait()
+        assert (app.ends(how) if how == signal.SIGINT else ends_in_the_middle_of_a_run(app)) < 5
+    finally:
+        app.process.kill()

@@ -284,5 +284,7 @@ def test_as_a_program(folder: Path, tmp_path: Path) -> None:
     done = subprocess.run([*command, "--prompt", "東京"], cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == 0 and done.stderr == b"", done.stderr.decode()
     assert json.loads(done.stdout.decode("utf-8"))["config"]["prompts"] == ["東京"]
-    done = subprocess.run([*command, "--prompt", ""], cwd=tmp_path, env=environment, capture_output=True)
+    # What is refused before torch is there: a file whose name this terminal cannot print.
+    done = subprocess.run([*command, "--prompts", "東京.txt"], cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == 2 and done.stdout == b"" and done.stderr.count(b"\n") == 1, done.stderr.decode()
+    assert b"\\u6771\\u4eac.txt" in done.stderr

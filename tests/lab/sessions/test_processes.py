@@ -27,10 +27,7 @@ from tests.lab.sessions import made_probe, writers
 KILLS, OPENING_KILLS = (300, 60) if FULL else (8, 3)
 MOST = 10_000  # seeds of a killed process's session; none gets that far
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL and the fork server are POSIX"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL and the fork server are POSIX")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +66,7 @@ def sound(url: str) -> None:
         connection.close()
 
 
+@pytest.mark.slow
 def test_a_kill_loses_at_most_the_run_in_progress(url: str, tmp_path: Path, context: BaseContext) -> None:
     moments = random.Random(6)
     told: set[int] = set()
@@ -97,6 +95,7 @@ def test_a_kill_loses_at_most_the_run_in_progress(url: str, tmp_path: Path, cont
     store.dispose()
 
 
+@pytest.mark.slow
 def test_a_kill_while_the_store_is_made(tmp_path: Path, context: BaseContext) -> None:
     moments = random.Random(7)
     made = 0
@@ -122,6 +121,7 @@ def test_a_kill_while_the_store_is_made(tmp_path: Path, context: BaseContext) ->
     assert made < OPENING_KILLS  # some were killed before their first run was kept
 
 
+@pytest.mark.slow
 def test_two_processes_write_at_once(url: str, tmp_path: Path, context: BaseContext) -> None:
     """Both open, and one makes, the store; both write to one session and to one of their own."""
     go = context.Event()

@@ -38,6 +38,7 @@ def store(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/store.db"
 
 
+@pytest.mark.slow
 def test_the_table_and_the_reports_are_those_of_a_sweep_here(
     cluster: Any, shipped: Path, tmp_path: Path, store: str, capsys: Capture
 ) -> None:
@@ -62,6 +63,7 @@ def test_the_table_and_the_reports_are_those_of_a_sweep_here(
         assert set(client.run(lambda: len(sweep_dask._opened)).values()) == {0}, "no model stays open in a worker"
 
 
+@pytest.mark.slow
 def test_what_is_not_done_is_cancelled(cluster: Any, shipped: Path, tmp_path: Path, store: str) -> None:
     """As after Ctrl-C: nothing stays behind on the cluster, and the next sweep goes on."""
     found = grid.read(written(tmp_path, lens(shipped, seed=list(range(20)))))
@@ -78,6 +80,7 @@ def test_what_is_not_done_is_cancelled(cluster: Any, shipped: Path, tmp_path: Pa
         assert len(jobs) == 80 and 1 <= len(opened.session("half").runs) < 40
 
 
+@pytest.mark.slow
 def test_the_cells_of_a_lost_worker_are_computed_again(cluster: Any, shipped: Path, tmp_path: Path, store: str) -> None:
     (tmp_path / "set.txt").write_text("The river runs\npast the old mill\ninto the sea\n" * 12, encoding="utf-8")
     content = lens(shipped, seed=list(range(6)), prompts="set.txt", bootstrap=20_000)
