@@ -13,6 +13,7 @@ import argparse
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -116,6 +117,8 @@ def run(this: Surrounding, cores: set[int], given: list[str], logs: Path, root: 
 
 def main() -> int:
     """Run what was asked for and print the table; 1 if anything failed."""
+    # The surroundings differ in what they say, not in how this was started; and this can be stopped.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     given = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [this.name for this in ALL]

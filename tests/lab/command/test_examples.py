@@ -33,13 +33,19 @@ def test_the_files_hold_what_the_command_makes(shipped_example: tuple[Example, A
         assert run.view == front(run.report.probe).view(settled(run.report)).to_dict()
 
 
-def test_every_example_comes_out_the_same_again(shipped_example: tuple[Example, Archive]) -> None:
+@pytest.mark.parametrize("all_runs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_example_comes_out_the_same_again(all_runs: bool, shipped_example: tuple[Example, Archive]) -> None:
+    """In the short form the run of each that took the least time."""
     _, archive = shipped_example
-    with Replayer(archive.runs, range(1, len(archive.runs) + 1)) as replayer:
+    numbers = range(1, len(archive.runs) + 1)
+    chosen = numbers if all_runs else [min(numbers, key=lambda n: archive.runs[n - 1].seconds or 0.0)]
+    with Replayer(archive.runs, chosen) as replayer:
         found = [replayer.run(n) for n in replayer.chosen]
     for own in found:
         assert not own.failed, own
         # To the bit where processor, threads and versions are as they were; of the system the numbers know nothing.
+        # Another processor, or another ATEN_CPU_CAPABILITY, sums in another order. `failed` then goes by TOLERANCE of
+        # lab/sessions/compare.py, 1e-4 of a figure: float32 roundings over 8 layers, far below any effect shown.
         if all(cause.startswith(("system ", "machine ")) for cause in own.causes):
             assert own.verdict == "identical", own
 
