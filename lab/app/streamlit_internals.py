@@ -38,7 +38,9 @@ def settable_values() -> dict[str, Any]:
 
 def import_nnsight() -> None:
     """Import it, without the `save` that it gives to every object: anyio refuses to define classes that have one."""
-    import anyio._backends._asyncio  # noqa: F401 - its classes are defined before, whoever needs them first
+    if "nnsight" not in sys.modules:
+        import anyio._backends._asyncio  # noqa: F401 - its classes are defined before
+
     import nnsight  # noqa: F401
     from nnsight._c import unmount
 

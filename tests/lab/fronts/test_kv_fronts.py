@@ -164,7 +164,7 @@ def test_rows_are_tidy_and_hold_the_figures(reports: dict[str, Report]) -> None:
 
 
 def test_the_bench_compares_the_same_cells() -> None:
-    from engram_lab.lab.command.bench_kv import kv_map as bench
+    from engram_lab.lab.command.bench import kv_map as bench
 
     figures = bench("engram-mini", groups=1, rounds=1)
     assert figures["cells"] > 5 and figures["forwards"] == 1 and figures["largest_difference_of_recovery"] < 1e-3
