@@ -51,11 +51,11 @@ def table(sweep: Sweep, reports: Iterable[tuple[int, Report]]) -> pd.DataFrame:
                 own.append(value)
             length += 1
     named = {f"option_{axis}" if axis in columns else axis: values for axis, values in axes.items()}
-    data = {name: _series([*values, *[None] * (length - len(values))]) for name, values in (named | columns).items()}
+    data = {name: series([*values, *[None] * (length - len(values))]) for name, values in (named | columns).items()}
     return pd.DataFrame(data)
 
 
-def _series(values: Sequence[Any]) -> pd.Series:
+def series(values: Sequence[Any]) -> pd.Series:
     """A column of one type that can lack values: truth, whole numbers, numbers or text, the first that holds all.
 
     A list is its JSON; "" beside numbers or truth is a value that is not there, as in the rows of some probes.

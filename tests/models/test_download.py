@@ -362,4 +362,4 @@ def test_a_hub_that_does_not_answer_is_given_up_soon(
     began = time.monotonic()
     with pytest.raises(DownloadError, match=r"cannot be got from the hub: .*Connect"):
         download.bring(packed[1], via="hub", pip=pip())
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60, "it tries again and again"

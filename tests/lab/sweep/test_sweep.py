@@ -344,7 +344,7 @@ def test_the_line_of_progress_counts_cells_and_time(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_column_has_one_type(values: list[Any], dtype: str, expected: list[Any], tmp_path: Path) -> None:
-    series = sweep_table._series(values)
+    series = sweep_table.series(values)
     assert str(series.dtype) == dtype
     file = tmp_path / "t.parquet"
     sweep_table.write(pd.DataFrame({"x": series}), file)
