@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
@@ -177,16 +176,13 @@ def a_prompt(handle: Handle, user: User, own: Written) -> None:
 def chips(handle: Handle, prompt: str, reads: Sequence[int]) -> str:
     """The prompt's tokens, framed and shaded where rows are replaced; `reads` [pos] says how many."""
     accent, most = PALETTES[runner.mode()].accent, max(*reads, 1)
-    found = []
-    for n, (token, count) in enumerate(zip(page.tokens_of(handle, prompt), reads, strict=True)):
-        hint = f"position {n} · id {token.id} · {count} rows replaced"
+
+    def look(position: int) -> labels.Look:
+        count = reads[position]
         style = f"border: 2px solid {accent}; background: {translucent(accent, 0.35 * count / most)}" if count else ""
-        kind = f"chip{' special' if token.special else ''}{' replaced' if count else ''}"
-        found.append(
-            f'<span class="{kind}" role="listitem" style="{style}" title="{html.escape(hint)}">'
-            f"{html.escape(token.label)}</span>"
-        )
-    return f'<div class="chips" role="list">{"".join(found)}</div>'
+        return labels.Look(f"{count} rows replaced", style, "replaced" if count else "")
+
+    return labels.chips(page.tokens_of(handle, prompt), look)
 
 
 def next_tokens(handle: Handle, before: torch.Tensor, after: torch.Tensor) -> list[dict[str, str]]:

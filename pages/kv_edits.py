@@ -8,11 +8,10 @@ from functools import partial
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 import streamlit as st
 
 from engram_lab.lab.app import page, runner
-from engram_lab.lab.draw import labels
+from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.fronts import kv_figures, kv_set_figures
 from engram_lab.lab.fronts.kv_swap import SIZES
 from engram_lab.models.handle import Handle
@@ -84,25 +83,6 @@ def clicked(names: Sequence[str]) -> None:
         st.session_state["kv_group"] = names[int(points[0]["y"])]
 
 
-def clickable(figure: go.Figure, n_groups: int, n_positions: int) -> None:
-    """Invisible squares on the cells of a map: Plotly reports no clicks on a heat map's own."""
-    (cells,) = figure.data
-    hidden = {"marker": {"opacity": 0}}
-    figure.add_scatter(
-        x=[p for _ in range(n_groups) for p in range(n_positions)],
-        y=[g for g in range(n_groups) for _ in range(n_positions)],
-        mode="markers",
-        marker={"symbol": "square", "size": min(kv_figures.COLUMN - 4, max(12, 60 // n_groups)), "opacity": 0},
-        selected=hidden,
-        unselected=hidden,
-        hovertext=[text for row in cells.hovertext for text in row],
-        hoverinfo="text",
-        showlegend=False,
-        name="cells",
-    )
-    figure.update_layout(clickmode="event+select", dragmode=False, hovermode="closest")
-
-
 def recovery_map(request: Request) -> None:
     """Position x layers; a cell by a click or by number, and the prompt coloured by its layers."""
     row = st.container(horizontal=True, vertical_alignment="bottom")
@@ -119,7 +99,6 @@ def recovery_map(request: Request) -> None:
     kv_scenario.the_oracle(report)
     result = report.result
     figure = kv_figures.recovery_map(report, runner.mode())
-    clickable(figure, *result.recovery.shape)
     with st.container(key="map_scroll"):
         st.plotly_chart(
             figure, theme=None, width=int(figure.layout.width), key="map", selection_mode="points",
@@ -169,7 +148,7 @@ def knockout(request: Request) -> None:
         help="The field; the notes: punctuation, line ends and special tokens behind it; all that is behind it.",
     )  # fmt: skip
     hows = row.pills("How", HOWS, selection_mode="multi", default=HOWS, key="hows", bind="query-params")
-    tokens = kv_figures.tokens_of(pair)
+    tokens = cache.tokens_of(pair)
     kv_scenario.keep_all_within("kv_positions", range(pair.n_editable))
     positions = row.multiselect(
         "Positions too", range(pair.n_editable), key="kv_positions", placeholder="none", width=200,

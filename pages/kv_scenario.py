@@ -14,8 +14,8 @@ import streamlit as st
 from engram_lab.lab.app import get_model, page, runner, uploads
 from engram_lab.lab.ask import kv_widgets, scenarios
 from engram_lab.lab.ask.kv_widgets import ALL, PARTS
-from engram_lab.lab.draw import labels
-from engram_lab.lab.fronts import kv_figures, reference
+from engram_lab.lab.draw import cache, labels
+from engram_lab.lab.fronts import reference
 from engram_lab.models.handle import Handle
 from engram_lab.models.listing import list_models
 from engram_lab.probes.base import Report
@@ -214,7 +214,7 @@ def the_prompt(report: Report, recovery: Mapping[int, float] | None, colour: str
     """The old or the new prompt in place: the field framed, positions coloured; `colour` says by what."""
     new = st.toggle("Show the new prompt", key="new_prompt", bind="query-params")
     pair = report.result.pair
-    st.html(kv_figures.prompt_chips(pair, dict(recovery) if recovery else None, runner.mode(), new))
+    st.html(cache.prompt_chips(pair, dict(recovery) if recovery else None, runner.mode(), new))
     st.caption(f"{pair.n_tokens} tokens, the field framed{colour}; the last one runs again on every cache.")
 
 

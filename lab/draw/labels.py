@@ -8,8 +8,9 @@ from __future__ import annotations
 import html
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _SEEN = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 _MEANT = {shown: char for char, shown in _SEEN.items()}
@@ -98,17 +99,27 @@ def markdown(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]()#+\-.!|<>~$:&@/])", r"\\\1", text).replace("\n", " ")
 
 
-def chips(tokens: Sequence[Token]) -> str:
-    """HTML with a chip for each position; the id, the bytes and the position on hover."""
-    return f'<div class="chips" role="list">{"".join(_chip(n, token) for n, token in enumerate(tokens))}</div>'
+class Look(NamedTuple):
+    """How a chip looks: what its hint says behind position and id, its CSS and a CSS class."""
+
+    hint: str = ""
+    style: str = ""
+    kind: str = ""
 
 
-def _chip(position: int, token: Token) -> str:
-    hint = f"position {position} · id {token.id} · " + (
-        "special, stands for no text" if token.special else f"bytes {token.piece.hex(' ').upper()}"
-    )
-    style = "chip special" if token.special else "chip"
-    return (
-        f'<span class="{style}" role="listitem" title="{html.escape(hint)}">{html.escape(token.label)}'
-        f"<sub>{token.id}</sub></span>"
-    )
+def chips(tokens: Sequence[Token], look: Callable[[int], Look] | None = None) -> str:
+    """HTML with a chip for each position, looking as `look` says; without it the id and, on hover, the bytes."""
+    made = []
+    for position, token in enumerate(tokens):
+        if look is None:
+            what = "special, stands for no text" if token.special else f"bytes {token.piece.hex(' ').upper()}"
+            hint, style, kind, below = what, "", "", f"<sub>{token.id}</sub>"
+        else:
+            hint, style, kind, below = *look(position), ""
+        title = " · ".join(part for part in (f"position {position}", f"id {token.id}", hint) if part)
+        names = " ".join(part for part in ("chip", "special" if token.special else "", kind) if part)
+        made.append(
+            f'<span class="{names}" role="listitem" style="{style}" title="{html.escape(title)}">'
+            f"{html.escape(token.label)}{below}</span>"
+        )
+    return f'<div class="chips" role="list">{"".join(made)}</div>'

@@ -5,7 +5,6 @@ Axes: layer (memory layers), branch, pos (within the prompt shown).
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,8 @@ import plotly.graph_objects as go
 from plotly.colors import hex_to_rgb, label_rgb, sample_colorscale
 
 from engram_lab.lab.draw import labels
-from engram_lab.lab.draw.figure import titled
-from engram_lab.lab.draw.theme import MONO, PALETTES, SEQUENTIAL, Mode
-from engram_lab.lab.fronts.lens_figures import ROW
+from engram_lab.lab.draw.theme import PALETTES, SEQUENTIAL, Mode
+from engram_lab.lab.draw.token_map import ROW, ticks, token_map
 from engram_lab.probes.base import Report
 from engram_lab.probes.gates import ControlRun
 
@@ -146,98 +144,58 @@ def gate_map(
     result, tokens, shown = report.result, tokens_of(report), SHOWN[what]
     first, last = window or (0, len(tokens))
     positions = range(first, min(last, len(tokens)))
-    if what not in CHANGED:
-        control = None
-    intact = values_of(report, what)
-    rows: list[tuple[str, np.ndarray]] = []  # name, [pos]
-    for run in (None, control) if control is not None else (None,):
-        values = values_of(report, what, run)
-        if difference and control is not None:
-            if run is None:
-                continue
-            values = values - intact
-        for n, layer in enumerate(result.layers):
-            for branch in range(values.shape[1]):
-                name = f"layer {layer}" + (f", branch {branch}" if values.shape[1] > 1 else "")
-                name += f"<br><i>{control_name(run.control)}</i>" if run is not None else ""
-                rows.append((name, values[n, branch]))
-    rows = rows[::-1]  # Plotly counts from below
-    title, unit = shown.title, shown.unit
+    control = control if what in CHANGED else None
+    difference = difference and control is not None
+    rows = _map_rows(report, what, control, difference)
+    title, unit, bar = shown.title, shown.unit, {}
     if difference and control is not None:
         title, unit = f"{control_name(control.control).capitalize()}: the change of the {what}", f"change of the {what}"
     elif control is not None:
         title = f"{title}, and with {control_name(control.control)}"
-    height = max(ROW, 40) if control is not None else ROW
-    figure = titled(
+    if what == GATE and not difference:
+        ceiling, below = result.ceiling, [0, 0.25, 0.5, 0.75]
+        bar = {"tickvals": [*below, ceiling], "ticktext": [*map(str, below), f"{ceiling:.3f}, ceiling"]}
+    drawn = np.array([values[first:last] for _, values in rows])
+    return token_map(
         mode,
         f"{title}: {labels.plotly(result.name)}",
         f"colour: {unit}; {_note(report, what)}. Positions {first} to {positions[-1]} of {len(tokens)}",
-        190 + height * len(rows),
-        width=230 + COLUMN * len(positions),
-        margin={"l": 120, "r": 120, "t": 70, "b": 70},
-        clickmode="event+select",
-        dragmode=False,
-    )
-    drawn = np.array([values[first:last] for _, values in rows])
-    plain_gate = what == GATE and not (difference and control is not None)
-    ticks = [0, 0.25, 0.5, 0.75, result.ceiling] if plain_gate else []
-    figure.add_heatmap(
-        x=list(positions),
-        y=list(range(len(rows))),
-        z=drawn,
-        text=[["" if np.isnan(v) else _brief(v) for v in row] for row in drawn],
-        texttemplate="%{text}",
-        textfont={"family": MONO, "size": 11},
-        xgap=1,
-        ygap=1,
-        hoverinfo="skip",
-        colorbar={
-            "title": {"text": unit, "side": "right"},
-            "thickness": 10,
-            "outlinewidth": 0,
-            "x": 1,
-            "xpad": 8,
-            **({"tickvals": ticks, "ticktext": [*map(str, ticks[:-1]), f"{ticks[-1]:.3f}, ceiling"]} if ticks else {}),
-        },
-        **scale_of(report, what, mode, difference and control is not None),
-    )
-    # Plotly reports no clicks on a heat map's cells, so each has an invisible square on it.
-    figure.add_scatter(
-        x=[p for _ in rows for p in positions],
-        y=[n for n in range(len(rows)) for _ in positions],
-        mode="markers",
-        marker={"symbol": "square", "size": ROW - 4, "opacity": 0},
-        selected={"marker": {"opacity": 0}},
-        unselected={"marker": {"opacity": 0}},
-        hovertext=[
-            f"<b>{name.replace('<br>', ', ')}, position {p}</b> · {labels.plotly(tokens[p].label)} (id {tokens[p].id})"
-            f"<br>{unit} {values[p]:.6g}" + _more(report, what, p)
+        positions,
+        ticks(tokens, positions, 7),
+        [name for name, _ in rows],
+        drawn,
+        [
+            [
+                f"<b>{name.replace('<br>', ', ')}, position {p}</b> · {labels.plotly(tokens[p].label)} "
+                f"(id {tokens[p].id})<br>{unit} {values[p]:.6g}" + _more(report, what, p)
+                for p in positions
+            ]
             for name, values in rows
-            for p in positions
         ],
-        hoverinfo="text",
-        showlegend=False,
-        name="cells",
+        unit,
+        column=COLUMN,
+        height=190 + (ROW if control is None else max(ROW, 40)) * len(rows),
+        left=120,
+        text=[["" if np.isnan(v) else _brief(v) for v in row] for row in drawn],
+        frame=None if position is None else (position, None),
+        colorbar=bar,
+        **scale_of(report, what, mode, difference),
     )
-    if position is not None and position in positions:
-        box = {"x0": position - 0.5, "x1": position + 0.5, "y0": -0.5, "y1": len(rows) - 0.5}
-        figure.add_shape(type="rect", line={"color": "#FF4FA3", "width": 2.5}, **box)
-    figure.update_xaxes(
-        title_text="input token and its position",
-        tickvals=list(positions),
-        ticktext=[f"{labels.plotly(labels.short(tokens[p].label, 7))}<br><i>{p}</i>" for p in positions],
-        tickfont={"family": MONO, "size": 11},
-        tickangle=0,
-        range=[positions[0] - 0.5, positions[-1] + 0.5],
-        showgrid=False,
-    )
-    figure.update_yaxes(
-        tickvals=list(range(len(rows))),
-        ticktext=[name for name, _ in rows],
-        range=[-0.5, len(rows) - 0.5],
-        showgrid=False,
-    )
-    return figure
+
+
+def _map_rows(report: Report, what: str, control: ControlRun | None, difference: bool) -> list[tuple[str, np.ndarray]]:
+    """(name, values [pos]) of the rows of the map, from below: a control's rows under the intact ones."""
+    intact, rows = values_of(report, what), []
+    for run in (None, control) if control is not None else (None,):
+        if difference and run is None:
+            continue
+        values = values_of(report, what, run) - (intact if difference else 0)
+        for n, layer in enumerate(report.result.layers):
+            for branch in range(values.shape[1]):
+                name = f"layer {layer}" + (f", branch {branch}" if values.shape[1] > 1 else "")
+                name += f"<br><i>{control_name(run.control)}</i>" if run is not None else ""
+                rows.append((name, values[n, branch]))
+    return rows[::-1]  # Plotly counts from below
 
 
 def _brief(value: float) -> str:
@@ -274,19 +232,16 @@ def chips(report: Report, what: str, layer: int, mode: Mode = "light", control: 
     """HTML: the first prompt, each token on the colour of what is shown at the layer (its index), values on hover."""
     options = scale_of(report, what, mode)
     values = values_of(report, what, control if what in CHANGED else None)[layer].mean(axis=0)
-    found = []
-    for pos, (token, value) in enumerate(zip(tokens_of(report), values, strict=True)):
-        hint = f"position {pos} · id {token.id} · layer {report.result.layers[layer]} · {SHOWN[what].unit} {value:.6g}"
-        style = ""
+
+    def look(position: int) -> labels.Look:
+        value, style = values[position], ""
         if not np.isnan(value):
             share = (value - options["zmin"]) / (options["zmax"] - options["zmin"])
             (colour,) = sample_colorscale(options["colorscale"], [min(max(float(share), 0.0), 1.0)])
             style = f"background:{colour};color:{_ink(colour)};border-color:transparent"
-        found.append(
-            f'<span class="chip{" special" if token.special else ""}" role="listitem" style="{style}" '
-            f'title="{html.escape(hint)}">{html.escape(token.label)}</span>'
-        )
-    return f'<div class="chips" role="list">{"".join(found)}</div>'
+        return labels.Look(f"layer {report.result.layers[layer]} · {SHOWN[what].unit} {value:.6g}", style)
+
+    return labels.chips(tokens_of(report), look)
 
 
 def _ink(colour: str) -> str:

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
 import numpy as np
 import plotly.graph_objects as go
 
-from engram_lab.lab.draw import labels
-from engram_lab.lab.draw.figure import bars, colour_bar, level, list_axis, titled
-from engram_lab.lab.draw.theme import MONO, PALETTES, SEQUENTIAL, Mode, translucent
+from engram_lab.lab.draw import cache, labels
+from engram_lab.lab.draw.figure import bars, level, list_axis, titled
+from engram_lab.lab.draw.theme import PALETTES, SEQUENTIAL, Mode
+from engram_lab.lab.draw.token_map import token_map
 from engram_lab.probes.base import Report
-from engram_lab.probes.kv.scenario import Pair
 
 COLUMN = 27  # pixels of a position of the map
 STEPS = ("field", "downstream", "last", "best", "random", "all", "self")
 _COLOUR = {"field": 1, "downstream": 0, "last": 2, "best": 3, "all": 4, "self": 4}  # of the series
 _HOW = {"zero": "circle", "mean": "square", "random": "diamond", "unrelated": "triangle-up"}
-
-
-def tokens_of(pair: Pair, new: bool = False) -> list[labels.Token]:
-    """The tokens [pos] of the old or the new prompt."""
-    which = "new" if new else "old"
-    text, ids, start, end, texts = (
-        getattr(pair, f"{name}_{which}") for name in ("text", "token_ids", "char_start", "char_end", "token_texts")
-    )
-    return labels.tokens_of(text, ids.tolist(), start.tolist(), end.tolist(), texts)
-
-
-def _caveat(report: Report) -> str:
-    """What goes before a subtitle where no claim can be made."""
-    return "" if report.result.oracle.both else "the model is not right about both clean prompts: no claim; "
-
-
-def _scenario(report: Report) -> str:
-    scenario = report.config.scenario
-    return f"{scenario.old} → {scenario.new}, {report.result.name}"
 
 
 def ladder(report: Report, mode: Mode = "light") -> go.Figure:
@@ -47,7 +27,7 @@ def ladder(report: Report, mode: Mode = "light") -> go.Figure:
     figure = titled(
         mode,
         "How much of the new answer each part of the cache brings",
-        labels.plotly(f"{_caveat(report)}{what} of {layers}; {_scenario(report)}; line: least to most of the draws"),
+        cache.subtitle(report, f"{what} of {layers}", "line: least to most of the draws"),
         430,
         showlegend=False,
         bargap=0.3,
@@ -139,7 +119,7 @@ def answers(report: Report, mode: Mode = "light") -> go.Figure:
     figure = titled(
         mode,
         "What the model would answer from each cache",
-        labels.plotly(f"{_caveat(report)}probability of each answer's first token; {_scenario(report)}"),
+        cache.subtitle(report, "probability of each answer's first token"),
         400,
         barmode="group",
         bargap=0.3,
@@ -163,49 +143,21 @@ def answers(report: Report, mode: Mode = "light") -> go.Figure:
     return figure
 
 
-def _columns(figure: go.Figure, pair: Pair, mode: Mode) -> None:
-    """Tokens under a map, the field framed."""
-    tokens = tokens_of(pair)[: pair.n_editable]
-    figure.update_xaxes(
-        title_text="token of the old prompt and its position",
-        tickvals=list(range(len(tokens))),
-        ticktext=[f"{labels.plotly(labels.short(token.label, 10))} {n}" for n, token in enumerate(tokens)],
-        tickfont={"family": MONO, "size": 11},
-        tickangle=-90,
-        range=[-0.5, len(tokens) - 0.5],
-        showgrid=False,
-    )
-    figure.add_vrect(
-        x0=pair.field_start - 0.5,
-        x1=pair.field_stop - 0.5,
-        line={"color": PALETTES[mode].series[1], "width": 2},
-        annotation={"text": "field", "font": {"size": 11}, "yanchor": "bottom", "y": 1},
-    )
-
-
 def recovery_map(report: Report, mode: Mode = "light") -> go.Figure:
-    """Position x layers: what each cell recovers when it alone is swapped."""
+    """Position x layers: what each cell recovers when it alone is swapped; the field is framed."""
     result = report.result
     pair, values = result.pair, result.recovery
-    tokens = tokens_of(pair)
-    figure = titled(
+    tokens, n_groups = cache.tokens_of(pair), len(result.groups)
+    positions = range(pair.n_editable)
+    figure = token_map(
         mode,
         "Where the cache holds the answer",
-        labels.plotly(f"{_caveat(report)}recovery of each cell swapped alone; {_scenario(report)}"),
-        250 + max(14 * len(result.groups), 60),
-        width=190 + COLUMN * pair.n_editable,
-        margin={"l": 70, "r": 120, "t": 90, "b": 110},
-    )
-    figure.add_heatmap(
-        x=list(range(pair.n_editable)),
-        y=list(range(len(result.groups))),
-        z=values,
-        colorscale=SEQUENTIAL,
-        zmin=min(0.0, float(np.nanmin(values, initial=0.0))),
-        zmax=max(0.01, float(np.nanmax(values, initial=0.0))),
-        xgap=1,
-        ygap=1,
-        hovertext=[
+        cache.subtitle(report, "recovery of each cell swapped alone"),
+        positions,
+        [f"{labels.plotly(labels.short(tokens[p].label, 10))} {p}" for p in positions],
+        result.group_names,
+        values,
+        [
             [
                 f"<b>layer {name}, position {p}</b> · {labels.plotly(tokens[p].label)} (id {tokens[p].id})<br>"
                 + (
@@ -214,47 +166,29 @@ def recovery_map(report: Report, mode: Mode = "light") -> go.Figure:
                     if result.differs[p]
                     else "the two caches are the same here"
                 )
-                for p in range(pair.n_editable)
+                for p in positions
             ]
             for g, name in enumerate(result.group_names)
         ],
-        hoverinfo="text",
-        colorbar=colour_bar("recovery", x=1, xpad=8),
+        "recovery",
+        column=COLUMN,
+        height=250 + max(14 * n_groups, 60),
+        square=min(COLUMN - 4, max(12, 60 // n_groups)),
+        colorscale=SEQUENTIAL,
+        zmin=min(0.0, float(np.nanmin(values, initial=0.0))),
+        zmax=max(0.01, float(np.nanmax(values, initial=0.0))),
     )
-    _columns(figure, pair, mode)
-    every = max(1, len(result.groups) // 15)
-    shown = range(0, len(result.groups), every)
-    figure.update_yaxes(
-        title_text="layers",
-        tickvals=list(shown),
-        ticktext=[result.group_names[g] for g in shown],
-        range=[-0.5, len(result.groups) - 0.5],
-        showgrid=False,
+    figure.update_layout(margin={"t": 90, "b": 110}, hovermode="closest")
+    figure.update_xaxes(title_text="token of the old prompt and its position", tickangle=-90)
+    shown = range(0, n_groups, max(1, n_groups // 15))
+    figure.update_yaxes(title_text="layers", tickvals=list(shown), ticktext=[result.group_names[g] for g in shown])
+    figure.add_vrect(
+        x0=pair.field_start - 0.5,
+        x1=pair.field_stop - 0.5,
+        line={"color": PALETTES[mode].series[1], "width": 2},
+        annotation={"text": "field", "font": {"size": 11}, "yanchor": "bottom", "y": 1},
     )
     return figure
-
-
-def prompt_chips(pair: Pair, recovery: dict[int, float] | None = None, mode: Mode = "light", new: bool = False) -> str:
-    """The prompt in place, a chip for each token: the field framed, positions shaded by what each recovers alone."""
-    palette = PALETTES[mode]
-    chips = []
-    for n, token in enumerate(tokens_of(pair, new)):
-        value = (recovery or {}).get(n)
-        hint = f"position {n} · id {token.id}" + (" · field" if n in pair.field else "")
-        style: list[str] = []
-        if value is not None and value == value:
-            hint += f" · recovers {value:.1%} alone"
-            colour = palette.series[1 if value >= 0 else 0]
-            style.append(f"background: {translucent(colour, round(min(abs(value), 1.0) * 0.85, 3))}")
-        elif n == pair.n_tokens - 1:
-            hint += " · runs again on every cache"
-        if n in pair.field:
-            style.append(f"border: 2px solid {palette.accent}; font-weight: 600")
-        chips.append(
-            f'<span class="chip{" special" if token.special else ""}{" field" if n in pair.field else ""}" '
-            f'role="listitem" style="{"; ".join(style)}" title="{html.escape(hint)}">{html.escape(token.label)}</span>'
-        )
-    return f'<div class="chips" role="list">{"".join(chips)}</div>'
 
 
 def single_recovery(report: Report) -> dict[int, float]:
@@ -273,9 +207,10 @@ def knockouts(report: Report, mode: Mode = "light") -> go.Figure:
     figure = titled(
         mode,
         "What the answer cannot do without",
-        labels.plotly(
-            f"{_caveat(report)}old prompt's cache; left of 0 the other answer leads; hollow: the answer is lost; "
-            f"line: nothing knocked out; {_scenario(report)}"
+        cache.subtitle(
+            report,
+            "old prompt's cache; left of 0 the other answer leads; hollow: the answer is lost; "
+            "line: nothing knocked out",
         ),
         190 + 70 * len(targets),
     )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from engram_lab.lab.draw import labels
+from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.durations import digits
 from engram_lab.lab.draw.figure import BELOW, level, titled
 from engram_lab.lab.draw.theme import PALETTES, Mode
@@ -25,14 +25,6 @@ SAID = {  # variants of an erratum, as they are named to the reader
 SOURCES = {"old": "old prompt's cache", "field": "old, field from the new", "new": "new prompt's cache"}
 _DASH = ("solid", "dash", "dot", "dashdot")
 _SYMBOL = ("circle", "square", "diamond", "triangle-up", "cross")
-
-
-def _caveat(report: Report) -> str:
-    return "" if report.result.oracle.both else "the model is not right about both clean prompts: no claim; "
-
-
-def _scenario(report: Report) -> str:
-    return f"{report.config.scenario.old} → {report.config.scenario.new}, {report.result.name}"
 
 
 def _line(series: int, mode: Mode) -> dict[str, Any]:
@@ -53,7 +45,7 @@ def errata(report: Report, mode: Mode = "light") -> go.Figure:
     figure = titled(
         mode,
         "What the model answers once it is corrected",
-        labels.plotly(f"{_caveat(report)}probability of each answer's first token; {_scenario(report)}"),
+        cache.subtitle(report, "probability of each answer's first token"),
         420,
         barmode="group",
         bargap=0.3,
@@ -124,7 +116,7 @@ def timeline(report: Report, mode: Mode = "light") -> go.Figure | None:
     figure = titled(
         mode,
         "What a chain of corrections costs, and whether the answer is right",
-        labels.plotly(f"{_caveat(report)}hollow: the answer is wrong; square: prefilled anew; {_scenario(report)}"),
+        cache.subtitle(report, "hollow: the answer is wrong; square: prefilled anew"),
         430,
     )
     for p, threshold in enumerate(chain.thresholds):
@@ -169,10 +161,7 @@ def reasoning(report: Report, mode: Mode = "light") -> go.Figure:
     figure = titled(
         mode,
         "Does writing first bring the swapped field to light?",
-        labels.plotly(
-            f"{_caveat(report)}above 0 the new answer leads; hollow: a clean cache answers wrongly there, no claim; "
-            f"{_scenario(report)}"
-        ),
+        cache.subtitle(report, "above 0 the new answer leads; hollow: a clean cache answers wrongly there, no claim"),
         430,
     )
     for series, (source, name) in enumerate(SOURCES.items()):

@@ -15,7 +15,8 @@ import plotly.graph_objects as go
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import BELOW, fit_to_blocks, layer_axis, layer_curve, level, titled
 from engram_lab.lab.draw.tables import bounds, interval_of
-from engram_lab.lab.draw.theme import MONO, SEQUENTIAL, Mode
+from engram_lab.lab.draw.theme import SEQUENTIAL, Mode
+from engram_lab.lab.draw.token_map import ROW, ticks, token_map
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Report
 from engram_lab.probes.lens_result import ModelLens, Reading
@@ -28,7 +29,7 @@ MEASURES: dict[Measure, tuple[str, str]] = {
     "target_prob": ("Probability of the target", "probability"),
     "target_rank": ("Rank of the target", "rank (0 = top)"),
 }
-COLUMN, ROW = 62, 30  # pixels of a cell of the map
+COLUMN = 62  # pixels of a position of the map
 Memory = Mapping[str, Sequence[int]]  # model name -> its memory layers
 
 
@@ -125,81 +126,42 @@ def lens_map(
     values = getattr(reading, what).astype(float)[:, : len(tokens)]
     coloured, options = _colours(report, what, values)
     shown = coloured[:, first:last]
-    n_layers = len(lens.layer_names)
+    layers = range(len(lens.layer_names))
     best, probability = reading.top_ids, reading.top_probs
     title, unit = MEASURES[what]
-    text = [[labels.plotly(labels.short(name_of(int(best[n, p, 0])), 7)) for p in positions] for n in range(n_layers)]
     hover = [
-        f"<b>layer {lens.layer_names[n]}, position {p}</b> · {labels.plotly(tokens[p].label)} (id {tokens[p].id})"
-        f"<br>{labels.plotly(title)}: {values[n, p]:.6g}<br>"
-        + "<br>".join(
-            f"{probability[n, p, k]:7.4f}  {labels.plotly(name_of(int(best[n, p, k])))} (id {best[n, p, k]})"
-            for k in range(best.shape[2])
-        )
-        for n in range(n_layers)
-        for p in positions
+        [
+            f"<b>layer {lens.layer_names[n]}, position {p}</b> · {labels.plotly(tokens[p].label)} (id {tokens[p].id})"
+            f"<br>{labels.plotly(title)}: {values[n, p]:.6g}<br>"
+            + "<br>".join(
+                f"{probability[n, p, k]:7.4f}  {labels.plotly(name_of(int(best[n, p, k])))} (id {best[n, p, k]})"
+                for k in range(best.shape[2])
+            )
+            for p in positions
+        ]
+        for n in layers
     ]
     note = f"; cells hold the layer's top token. Positions {first} to {positions[-1]} of {len(tokens)}"
     if what in ("kl", "entropy") and shown.max() > options["zmax"]:
         note += f". Brightest: {options['zmax']:.3g} and more"
-    figure = titled(
+    figure = token_map(
         mode,
         f"{title} at each layer and position: {labels.plotly(lens.name)}{', tuned lens' if tuned else ''}",
         f"colour: {unit}{note}",
-        160 + ROW * n_layers,
-        width=190 + COLUMN * len(positions),
-        margin={"l": 70, "r": 120, "t": 70, "b": 70},
-        clickmode="event+select",
-        dragmode=False,
-    )
-    bar = {"title": {"text": unit, "side": "right"}, "thickness": 10, "outlinewidth": 0, "x": 1, "xpad": 8}
-    options["colorbar"] = bar | options["colorbar"]
-    figure.add_heatmap(
-        x=list(positions),
-        y=list(range(n_layers)),
-        z=shown,
-        text=text,
-        texttemplate="%{text}",
-        textfont={"family": MONO, "size": 11},
+        positions,
+        ticks(tokens, positions, 8),
+        lens.layer_names,
+        shown,
+        hover,
+        unit,
+        column=COLUMN,
+        height=160 + ROW * len(layers),
+        text=[[labels.plotly(labels.short(name_of(int(best[n, p, 0])), 7)) for p in positions] for n in layers],
+        frame=selected and selected[::-1],
         colorscale=SEQUENTIAL,
-        xgap=1,
-        ygap=1,
-        hoverinfo="skip",
         **options,
     )
-    # Plotly reports no clicks on a heat map's cells, so each has an invisible square on it.
-    figure.add_scatter(
-        x=[p for _ in range(n_layers) for p in positions],
-        y=[n for n in range(n_layers) for _ in positions],
-        mode="markers",
-        marker={"symbol": "square", "size": ROW - 4, "opacity": 0},
-        selected={"marker": {"opacity": 0}},
-        unselected={"marker": {"opacity": 0}},
-        hovertext=hover,
-        hoverinfo="text",
-        showlegend=False,
-        name="cells",
-    )
-    if selected is not None and selected[1] in positions:
-        layer, pos = selected
-        box = {"x0": pos - 0.5, "x1": pos + 0.5, "y0": layer - 0.5, "y1": layer + 0.5}
-        figure.add_shape(type="rect", line={"color": "#FF4FA3", "width": 2.5}, **box)
-    figure.update_xaxes(
-        title_text="input token and its position",
-        tickvals=list(positions),
-        ticktext=[f"{labels.plotly(labels.short(tokens[p].label, 8))}<br><i>{p}</i>" for p in positions],
-        tickfont={"family": MONO, "size": 11},
-        tickangle=0,
-        range=[positions[0] - 0.5, positions[-1] + 0.5],
-        showgrid=False,
-    )
-    figure.update_yaxes(
-        title_text="layer",
-        tickvals=list(range(n_layers)),
-        ticktext=list(lens.layer_names),
-        range=[-0.5, n_layers - 0.5],
-        showgrid=False,
-    )
+    figure.update_yaxes(title_text="layer")
     return figure
 
 

@@ -102,7 +102,7 @@ def test_a_window_of_a_long_prompt(handle: Handle) -> None:
     figure = gates_figures.gate_map(report, window=(256, 320))
     assert list(figure.data[0].x) == list(range(256, 320))
     np.testing.assert_allclose(figure.data[0].z[0], report.result.gate[0, 0, 256:320])
-    assert figure.layout.width == 230 + 64 * gates_figures.COLUMN
+    assert figure.layout.width == 240 + 64 * gates_figures.COLUMN
     assert f"Positions 256 to 319 of {n}" in figure.layout.title.subtitle.text
 
 

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from engram_lab.lab.draw import labels
+from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.fronts import kv_figures, kv_set_figures
 from engram_lab.probes.base import Report
 from engram_lab.probes.kv import knockout, swap
@@ -77,7 +77,7 @@ def test_the_map_and_its_columns(reports: dict[str, Report]) -> None:
 def test_the_prompt_in_place(reports: dict[str, Report]) -> None:
     result = reports["swap"].result
     alone = kv_figures.single_recovery(reports["swap"])
-    text = kv_figures.prompt_chips(result.pair, alone)
+    text = cache.prompt_chips(result.pair, alone)
     chips = re.findall(r'<span class="([^"]*)" role="listitem" style="([^"]*)" title="([^"]*)">(.*?)</span>', text)
     assert len(chips) == result.pair.n_tokens
     assert [n for n, (kind, *_) in enumerate(chips) if "field" in kind] == [4] and chips[4][3] == "·capital"
@@ -86,7 +86,7 @@ def test_the_prompt_in_place(reports: dict[str, Report]) -> None:
     shades = {n: float(m[1]) for n, (_, style, *_) in enumerate(chips) if (m := re.search(r",([\d.]+)\)", style))}
     assert shades[4] == pytest.approx(min(abs(alone[4]), 1) * 0.85, abs=1e-3)
     assert "".join(chip[3] for chip in chips[1:]) == labels.label(result.pair.text_old.encode())
-    assert "·river" in kv_figures.prompt_chips(result.pair, None, "dark", new=True)
+    assert "·river" in cache.prompt_chips(result.pair, None, "dark", new=True)
     best = kv_figures.single_recovery(reports["map"])
     assert best[4] == reports["map"].result.recovery[:, 4].max() and 1 not in best
 
