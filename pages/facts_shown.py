@@ -13,7 +13,7 @@ from engram_lab.lab.app import page, runner
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.theme import PALETTES, translucent
-from engram_lab.lab.fronts import facts_alternatives, facts_alternatives_figures, facts_figures, reference
+from engram_lab.lab.fronts import facts_alternatives, facts_check, facts_density, facts_layers, reference
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import Edit, read_memory
 from engram_lab.models.overlay import Stack, prepare
@@ -60,28 +60,28 @@ def learned(report: Report) -> dict[str, go.Figure]:
         f"{result.gate_ceiling:.2f} at unit norm weights and {result.gate_ceiling_learned:.2f} with the learned ones; "
         f"{result.rows} rows, {result.overlay_bytes:,} bytes."
     )
-    figure = facts_figures.recall(report, runner.mode())
+    figure = facts_check.figure(report, runner.mode())
     _chart(figure, "recall")
-    _frame(facts_figures.fact_table(report))
+    _frame(facts_check.fact_table(report))
     with st.expander("Scores, paraphrases, neighbours and compositions in numbers"):
-        _frame(facts_figures.score_table(report))
+        _frame(facts_check.score_table(report))
         for kind in ("paraphrases", "neighbours", "compositions"):
             if getattr(result, kind).prompts:
                 st.caption(kind.capitalize())
-                _frame(facts_figures.asked_table(report, kind))
+                _frame(facts_check.asked_table(report, kind))
     return {"recall": figure}
 
 
 def changed(report: Report) -> dict[str, go.Figure]:
     """What else changed: every comparison of bits, green only where all are equal, and what changes behind."""
     st.subheader("What else changed?")
-    st.markdown(f"**{labels.markdown(facts_figures.locality_sentence(report))}**")
+    st.markdown(f"**{labels.markdown(facts_check.locality_sentence(report))}**")
     colours = PALETTES[runner.mode()].series
     shade = {
         "bits equal": f"background-color: {translucent(colours[2], 0.3)}",
         "bits differ": f"background-color: {translucent(colours[1], 0.4)}",
     }
-    rows = pd.DataFrame(facts_figures.check_table(report))
+    rows = pd.DataFrame(facts_check.check_table(report))
     rows.insert(1, "bits", rows.pop("verdict"))
     st.dataframe(
         rows.style.map(lambda verdict: shade.get(verdict, ""), subset=["bits"]),
@@ -91,7 +91,7 @@ def changed(report: Report) -> dict[str, go.Figure]:
     )
     exceptions = [
         {
-            "check": facts_figures.CHECKS[own.name],
+            "check": facts_check.CHECKS[own.name],
             "text": found.text,
             "positions that differ": str(found.positions),
             "first": str(found.first),
@@ -105,7 +105,7 @@ def changed(report: Report) -> dict[str, go.Figure]:
     if exceptions:
         st.caption("Every exception")
         _frame(exceptions)
-    figure = facts_figures.locality(report, runner.mode())
+    figure = facts_check.locality(report, runner.mode())
     _chart(figure, "locality")
     return {"locality": figure}
 
@@ -113,13 +113,13 @@ def changed(report: Report) -> dict[str, go.Figure]:
 def addresses(report: Report) -> None:
     """Who else shares the address: facts, other prompts with what they now say, and partial collisions."""
     st.subheader("Who else shares the address?")
-    st.markdown(f"**{labels.markdown(facts_figures.addresses_sentence(report))}** A row is addressed by the last few "
+    st.markdown(f"**{labels.markdown(facts_check.addresses_sentence(report))}** A row is addressed by the last few "
                 "canonical tokens alone: whoever ends a prompt with them reads it too.")  # fmt: skip
     if report.result.aliases.prompts:
-        _frame(facts_figures.asked_table(report, "aliases"))
+        _frame(facts_check.asked_table(report, "aliases"))
     else:
         st.caption("No other prompt at these addresses was found.")
-    partial = facts_figures.partial_table(report)
+    partial = facts_check.partial_table(report)
     with st.expander(f"Partial collisions: {len(partial)} texts that read some of the rows"):
         if partial:
             _frame(partial)
@@ -230,12 +230,12 @@ def density(handle: Handle, facts: tuple[StatedFact, ...], writing: Writing) -> 
     report = _asked("facts density", DensityConfig((handle.name,), facts, writing, tuple(sorted(sizes)), stacks))
     if report is None:
         return
-    figure = facts_figures.density(report, runner.mode())
+    figure = facts_density.figure(report, runner.mode())
     _chart(figure, "density")
-    _frame(facts_figures.density_table(report))
+    _frame(facts_density.density_table(report))
     if report.result.stacks:
         st.caption("Two users on top of each other")
-        _frame(facts_figures.stack_table(report))
+        _frame(facts_density.stack_table(report))
     finish(report, {"density": figure})
 
 
@@ -245,9 +245,9 @@ def layers(handle: Handle, facts: tuple[StatedFact, ...], writing: Writing) -> N
     report = _asked("facts layers", LayersConfig((handle.name,), facts, free))
     if report is None:
         return
-    figure = facts_figures.layers(report, runner.mode())
+    figure = facts_layers.figure(report, runner.mode())
     _chart(figure, "layers")
-    _frame(facts_figures.layer_table(report))
+    _frame(facts_layers.layer_table(report))
     finish(report, {"layers": figure})
 
 
@@ -275,9 +275,9 @@ def alternatives(handle: Handle, facts: tuple[StatedFact, ...], writing: Writing
     report = _asked("facts alternatives", config)
     if report is None:
         return
-    for said in facts_alternatives_figures.sentences(report):
+    for said in facts_alternatives.sentences(report):
         st.markdown(f"- {labels.markdown(said)}")
-    figure = facts_alternatives_figures.comparison(report, runner.mode())
+    figure = facts_alternatives.figure(report, runner.mode())
     _chart(figure, "alternatives")
-    _frame(facts_alternatives_figures.table(report))
+    _frame(facts_alternatives.table(report))
     finish(report, {"alternatives": figure})

@@ -9,7 +9,7 @@ import streamlit as st
 
 from engram_lab.lab.app import page, runner
 from engram_lab.lab.ask import texts
-from engram_lab.lab.fronts import gates_figures, gates_summaries, reference
+from engram_lab.lab.fronts import gates_figures, reference
 from engram_lab.lab.fronts.gates_figures import CHANGED, CONTROL_NAMES, KNOCK_OUT
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
@@ -95,7 +95,7 @@ def one_prompt() -> None:
     drawn = {"map": the_map(report, int(position), run)}
     if run is not None:
         drawn["lens"] = control_effects(report, run)
-    drawn["attribution"] = gates_summaries.attribution_bars(report, int(position), runner.mode())
+    drawn["attribution"] = gates_figures.attribution_bars(report, int(position), runner.mode())
     st.subheader("What came through, and what it says")
     st.plotly_chart(drawn["attribution"], theme=None, key="bars")
     page.how(report, *reference.shown(report.probe))
@@ -189,7 +189,7 @@ def control_effects(report: Report, control: ControlRun) -> go.Figure:
             f"Gate's rank corr., layer {layer}", "constant" if math.isnan(kept) else f"{kept:.2f}", width=190,
             help="Spearman's, of the gate over positions with the control and without; 1 is the same order.",
         )  # fmt: skip
-    curves = gates_summaries.lens_curves(report, control, runner.mode())
+    curves = gates_figures.lens_curves(report, control, runner.mode())
     st.plotly_chart(curves, theme=None, key="curves")
     return curves
 
@@ -226,10 +226,10 @@ def text_set() -> None:
     report = runner.run("gates", config)
     if report is None:
         return
-    figure = gates_summaries.histogram(report, runner.mode())
+    figure = gates_figures.histogram(report, runner.mode())
     st.plotly_chart(figure, theme=None, key="histogram")
     st.subheader("With the memory changed")
-    st.dataframe(gates_summaries.control_rows(report), hide_index=True, key="control_rows")
+    st.dataframe(gates_figures.control_rows(report), hide_index=True, key="control_rows")
     ranking(report, handle)
     page.how(report, *reference.shown(report.probe))
     page.exports(report, {"histogram": figure})
@@ -255,7 +255,7 @@ def ranking(report: Report, handle: Handle) -> None:
     ):
         with column:
             st.markdown(f"**{title}**")
-            rows = gates_summaries.ngram_rows(report, layer, order, highest)
+            rows = gates_figures.ngram_rows(report, layer, order, highest)
             if rows:
                 st.dataframe(rows, hide_index=True, key=f"ngrams_{title[:4]}", column_config=NUMBERS)
             else:

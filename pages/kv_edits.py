@@ -12,7 +12,7 @@ import streamlit as st
 
 from engram_lab.lab.app import page, runner
 from engram_lab.lab.draw import cache, labels
-from engram_lab.lab.fronts import kv_figures, kv_set_figures
+from engram_lab.lab.fronts import kv_knockout, kv_map, kv_set, kv_swap
 from engram_lab.lab.fronts.kv_swap import SIZES
 from engram_lab.models.handle import Handle
 from engram_lab.pages import kv_scenario
@@ -55,14 +55,14 @@ def swap(request: Request) -> None:
         return
     kv_scenario.the_oracle(report)
     result, mode = report.result, runner.mode()
-    drawn = {"ladder": kv_figures.ladder(report, mode), "answers": kv_figures.answers(report, mode)}
+    drawn = {"ladder": kv_swap.figure(report, mode), "answers": kv_swap.answers(report, mode)}
     kv_scenario.chart(drawn["ladder"], "ladder")
     kv_scenario.the_prompt(
-        report, kv_figures.single_recovery(report), ", coloured by what each recovers when it alone is swapped"
+        report, kv_swap.single_recovery(report), ", coloured by what each recovers when it alone is swapped"
     )
     kv_scenario.chart(drawn["answers"], "answers")
     with st.expander("The ladder in numbers"):
-        st.dataframe(pd.DataFrame(kv_figures.ladder_table(report)), hide_index=True, height="content")
+        st.dataframe(pd.DataFrame(kv_swap.ladder_table(report)), hide_index=True, height="content")
         st.caption(
             f"Swapped with itself the cache gives {_bits(result.self_equal)} as the clean old prompt; all from the "
             f"new one gives {_bits(result.all_equal)} as the clean new prompt. Neither source cache was changed "
@@ -98,7 +98,7 @@ def recovery_map(request: Request) -> None:
         return
     kv_scenario.the_oracle(report)
     result = report.result
-    figure = kv_figures.recovery_map(report, runner.mode())
+    figure = kv_map.figure(report, runner.mode())
     with st.container(key="map_scroll"):
         st.plotly_chart(
             figure, theme=None, width=int(figure.layout.width), key="map", selection_mode="points",
@@ -116,7 +116,7 @@ def recovery_map(request: Request) -> None:
     chosen = cells.selectbox("Layers", offered, key="kv_group", bind="query-params", width=150)
     group = offered.index(chosen) - 1
     cells.markdown(labels.markdown(cell(report, position, group)))
-    shown = kv_figures.single_recovery(report)
+    shown = kv_map.single_recovery(report)
     if group >= 0:
         shown = {p: float(result.recovery[group, p]) for p in shown}
     which = "at most, in some layers" if group < 0 else f"in layers {chosen}"
@@ -178,7 +178,7 @@ def knockout(request: Request) -> None:
         st.info(f"This prompt has no position of: {', '.join(result.left_out)}.")
     for anecdote in result.anecdotes:
         st.markdown(f"{labels.markdown(anecdote.claim)} **{labels.markdown(anecdote.said)}**")
-    figure = kv_figures.knockouts(report, runner.mode())
+    figure = kv_knockout.figure(report, runner.mode())
     kv_scenario.chart(figure, "knockouts")
     kv_scenario.the_prompt(report, None, "")
     kv_scenario.finish(report, {"knockouts": figure})
@@ -204,9 +204,9 @@ def library(handle: Handle) -> None:
         f"**{labels.markdown(handle.name)} gets both clean prompts of {int(result.right.sum())} of the {n} scenarios "
         f"right; {n - int(result.served.sum())} were refused. The means are over those that it gets right.**"
     )
-    figure = kv_set_figures.by_kind(report, runner.mode())
+    figure = kv_set.figure(report, runner.mode())
     kv_scenario.chart(figure, "by_kind")
-    st.dataframe(pd.DataFrame(kv_set_figures.kind_table(report)), hide_index=True, height="content")
+    st.dataframe(pd.DataFrame(kv_set.kind_table(report)), hide_index=True, height="content")
     with st.expander("Every scenario, with the reason where it is left out"):
-        st.dataframe(pd.DataFrame(kv_set_figures.scenario_table(report)), hide_index=True, height="content")
+        st.dataframe(pd.DataFrame(kv_set.scenario_table(report)), hide_index=True, height="content")
     kv_scenario.finish(report, {"kinds": figure})

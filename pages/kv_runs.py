@@ -8,18 +8,16 @@ import streamlit as st
 from engram_lab.lab.app import runner
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.durations import digits
-from engram_lab.lab.fronts import kv_run_figures
+from engram_lab.lab.fronts import kv_compose, kv_erratum, kv_reasoning
 from engram_lab.lab.fronts.kv_compose import AGAIN, LENGTHS
 from engram_lab.lab.fronts.kv_erratum import POLICIES, chain_of
 from engram_lab.lab.fronts.kv_reasoning import TOKENS
 from engram_lab.models.handle import Handle
 from engram_lab.pages import kv_scenario
 from engram_lab.pages.kv_scenario import Request
-from engram_lab.probes.kv import compose as kv_compose
-from engram_lab.probes.kv import reasoning as kv_reasoning
-from engram_lab.probes.kv.compose import ComposeConfig
+from engram_lab.probes.kv.compose import ANSWERS, BLOCK, PREFIX, SUFFIX, ComposeConfig
 from engram_lab.probes.kv.erratum import ErratumConfig
-from engram_lab.probes.kv.reasoning import ReasoningConfig
+from engram_lab.probes.kv.reasoning import CUE, ReasoningConfig
 
 TEXTS = {
     "erratum": "The correction",
@@ -71,16 +69,16 @@ def erratum(request: Request) -> None:
         return
     kv_scenario.the_oracle(report)
     result, mode = report.result, runner.mode()
-    drawn = {"errata": kv_run_figures.errata(report, mode)}
+    drawn = {"errata": kv_erratum.figure(report, mode)}
     kv_scenario.chart(drawn["errata"], "errata")
-    st.dataframe(pd.DataFrame(kv_run_figures.errata_table(report)), hide_index=True, height="content")
+    st.dataframe(pd.DataFrame(kv_erratum.errata_table(report)), hide_index=True, height="content")
     if result.timing is not None:
         st.caption(
             f"The correction behind the cache took {digits(result.timing.append * 1000, 0)} ms, a full prefill "
             f"{digits(result.timing.full * 1000, 0)} ms (shortest of {result.timing.rounds} runs, "
             f"{result.timing.threads} threads)."
         )
-    figure = kv_run_figures.timeline(report, mode)
+    figure = kv_erratum.timeline(report, mode)
     if figure is None:
         st.info(labels.markdown(result.no_chain), icon=":material/info:")
     else:
@@ -101,7 +99,7 @@ def reasoning(request: Request) -> None:
     )  # fmt: skip
     cue = right.text_area(
         "Cue",
-        kv_reasoning.CUE,
+        CUE,
         height=90,
         key="cue",
         bind="query-params",
@@ -117,10 +115,10 @@ def reasoning(request: Request) -> None:
     if report is None:
         return
     kv_scenario.the_oracle(report)
-    figure = kv_run_figures.reasoning(report, runner.mode())
+    figure = kv_reasoning.figure(report, runner.mode())
     kv_scenario.chart(figure, "reasoning")
     st.caption(labels.markdown(f'Then asked again: "{report.result.question.strip()}"'))
-    st.dataframe(pd.DataFrame(kv_run_figures.reasoning_table(report)), hide_index=True, height="content")
+    st.dataframe(pd.DataFrame(kv_reasoning.reasoning_table(report)), hide_index=True, height="content")
     kv_scenario.the_prompt(report, None, "")
     kv_scenario.finish(report, {"reasoning": figure})
 
@@ -129,7 +127,7 @@ def compose(handle: Handle) -> None:
     """Three texts, cosine by tokens that run again, and the time if it is asked for."""
     texts: dict[str, str] = {}
     for column, name, text in zip(
-        st.columns(3), ("prefix", "block", "suffix"), (kv_compose.PREFIX, kv_compose.BLOCK, kv_compose.SUFFIX),
+        st.columns(3), ("prefix", "block", "suffix"), (PREFIX, BLOCK, SUFFIX),
         strict=True,
     ):  # fmt: skip
         about = {"prefix": "may be empty", "block": "prefilled alone, then moved", "suffix": "asks"}[name]
@@ -148,7 +146,7 @@ def compose(handle: Handle) -> None:
         key="lengths", bind="query-params", help="In tokens; the block is repeated or cut.",
     )  # fmt: skip
     answers = row.text_input(
-        "Answers to decide among", ";".join(kv_compose.ANSWERS), key="decide", bind="query-params", width=200,
+        "Answers to decide among", ";".join(ANSWERS), key="decide", bind="query-params", width=200,
         help="With ; between and a space before each that has one; may be empty.",
     )  # fmt: skip
     time = row.toggle("Measure seconds", key="kv_time", bind="query-params")
@@ -163,14 +161,14 @@ def compose(handle: Handle) -> None:
         return
     result, mode = report.result, runner.mode()
     st.markdown(f"**{labels.markdown(result.said)}**")
-    drawn = {"compose": kv_run_figures.compose(report, mode)}
+    drawn = {"compose": kv_compose.figure(report, mode)}
     kv_scenario.chart(drawn["compose"], "compose")
     st.caption(
         f"The prefix has {result.n_prefix} tokens, the suffix {result.n_suffix}; the block goes to position "
         f"{result.position}. Neither cache was changed (digests {' and '.join(result.digests)})."
     )
-    st.dataframe(pd.DataFrame(kv_run_figures.compose_table(report)), hide_index=True, height=320)
-    figure = kv_run_figures.compose_times(report, mode)
+    st.dataframe(pd.DataFrame(kv_compose.compose_table(report)), hide_index=True, height=320)
+    figure = kv_compose.compose_times(report, mode)
     if figure is not None:
         drawn["times"] = figure
         st.markdown(f"**{labels.markdown(result.timing.said)}**")

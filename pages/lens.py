@@ -11,7 +11,7 @@ import streamlit as st
 from engram_lab.lab.app import page, runner
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
-from engram_lab.lab.fronts import lens_figures, lens_summaries, reference
+from engram_lab.lab.fronts import lens_figures, reference
 from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Report
 from engram_lab.probes.lens import LensConfig, TunedReading
@@ -53,7 +53,7 @@ def one_prompt() -> None:
     curves = show_curves(report, opened)
     layer, pos, shown = the_map(report, opened)
     cell(report, opened, layer, pos)
-    st.plotly_chart(lens_summaries.settle_histogram(report, runner.mode()), theme=None, key="settle")
+    st.plotly_chart(lens_figures.settle_histogram(report, runner.mode()), theme=None, key="settle")
     page.exports(report, {"curves": curves, "map": shown})
 
 
@@ -235,8 +235,8 @@ def text_set() -> None:
     if difference is not None and difference.mean_kl is not None:
         drawn["difference"] = lens_figures.difference_curve(report, runner.mode())
         st.plotly_chart(drawn["difference"], theme=None, key="difference")
-    st.dataframe(lens_summaries.summary(report), hide_index=True)
-    st.plotly_chart(lens_summaries.settle_histogram(report, runner.mode()), theme=None, key="settle")
+    st.dataframe(lens_figures.summary(report), hide_index=True)
+    st.plotly_chart(lens_figures.settle_histogram(report, runner.mode()), theme=None, key="settle")
     page.exports(report, drawn)
 
 

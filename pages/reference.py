@@ -7,9 +7,8 @@ from pathlib import Path
 import streamlit as st
 
 from engram_lab.lab.app import page
+from engram_lab.lab.fronts import FRONTS, reference
 from engram_lab.lab.fronts import entry as reference_entry
-from engram_lab.lab.fronts import reference
-from engram_lab.lab.fronts.reference import ENTRIES
 
 
 def main() -> None:
@@ -19,9 +18,9 @@ def main() -> None:
         "Every probe with its formula, its sources, its controls, and what it does not show. The same formula stands "
         "under its charts."
     )
-    page.keep_within("about", list(ENTRIES), next(iter(ENTRIES)))
-    probe = st.selectbox("Probe", list(ENTRIES), key="about", bind="query-params", width=320)
-    entry = ENTRIES[probe]
+    page.keep_within("about", list(FRONTS), next(iter(FRONTS)))
+    probe = st.selectbox("Probe", list(FRONTS), key="about", bind="query-params", width=320)
+    entry = reference.entry(probe)
     st.header(entry.asks)
     st.page_link(Path(__file__).with_name(f"{entry.page}.py"), label="Ask it", icon=":material/arrow_forward:")
     the_formula(probe)
@@ -39,7 +38,7 @@ def main() -> None:
 
 def the_formula(probe: str) -> None:
     """The formula as under the charts, its symbols, and what each figure of a result is."""
-    entry = ENTRIES[probe]
+    entry = reference.entry(probe)
     st.subheader("Formula")
     st.latex(reference_entry.rows(entry.formula))
     rows = [f"| ${symbol}$ | {what} | {unit} |" for symbol, what, unit in entry.symbols]

@@ -7,7 +7,7 @@ import streamlit as st
 from engram_lab.lab.app import page, runner, uploads
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
-from engram_lab.lab.fronts import reference, sensitivity_figures
+from engram_lab.lab.fronts import reference, sensitivity
 from engram_lab.models.errors import DataError
 from engram_lab.probes.sensitivity import SensitivityConfig, TextSet
 
@@ -64,11 +64,11 @@ def main() -> None:
     report = runner.run("sensitivity", config)
     if report is None:
         return
-    st.markdown(f"**{labels.markdown(sensitivity_figures.sentence(report))}**")
-    drawn = sensitivity_figures.changes(report, runner.mode())
+    st.markdown(f"**{labels.markdown(sensitivity.sentence(report))}**")
+    drawn = sensitivity.figure(report, runner.mode())
     st.plotly_chart(drawn, theme=None, key="changes")
     page.how(report, *reference.shown(report.probe))
-    st.dataframe(sensitivity_figures.table(report), hide_index=True, height="content")
+    st.dataframe(sensitivity.table(report), hide_index=True, height="content")
     page.exports(report, {"changes": drawn})
 
 

@@ -1,30 +1,45 @@
 """What the figures of all probes are made of: the title, lines with a band, axes, error bars; Plotly, no Streamlit.
 
+Plotly itself is imported with the first figure: a front holds its figures, and starts without it.
 Every figure says in its title what is seen, names its axes with units, and has the exact values on hover.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.tables import bounds, interval_of
 from engram_lab.lab.draw.theme import PALETTES, Mode, template, translucent
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from engram_lab.models.handle import Handle
 
 # A legend under the axis and its title: above the plot, the rows of a narrow page would run into the subtitle.
 BELOW = {"y": 0, "yref": "container", "yanchor": "bottom"}
 LAYER_AXIS = "residual stream after block (embed: before block 0)"
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross")  # of the series of one figure
+DASHES = ("solid", "dash", "dot", "dashdot")
+LEAST_WIDTH, CHARACTERS = 740, 105  # pixels of a figure in a report, and the letters of a subtitle that they hold
 
 
 def titled(
-    mode: Mode, title: str, subtitle: str, height: int, base: go.Figure | None = None, **layout: Any
+    mode: Mode, title: str, subtitle: str, height: int, panels: Mapping[str, Any] | None = None, **layout: Any
 ) -> go.Figure:
-    """A figure (or `base`) in the lab's look, with what is seen as its title and how as its subtitle."""
-    figure = base or go.Figure()
+    """A figure in the lab's look, with what is seen as its title and how as its subtitle.
+
+    `panels` are Plotly's options of subplots.
+    """
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    figure = go.Figure() if panels is None else make_subplots(**panels)
     figure.update_layout(
         template=template(mode),
         height=height,
@@ -46,6 +61,41 @@ def narrow(figure: go.Figure, characters: int = 62) -> go.Figure:
     top = figure.layout.margin.t or figure.layout.template.layout.margin.t
     figure.update_layout(margin_t=top + 17 * (len(lines) - len(old)))
     return figure
+
+
+def fitted(figure: go.Figure) -> go.Figure:
+    """The figure for a report: a subtitle that a narrow window holds, and no narrower than its title."""
+    if figure.layout.width is not None:
+        figure.update_layout(width=max(figure.layout.width, LEAST_WIDTH))
+    before = figure.layout.margin.t or figure.layout.template.layout.margin.t
+    narrow(figure, CHARACTERS)
+    return figure.update_layout(height=figure.layout.height + figure.layout.margin.t - before)
+
+
+def line(mode: Mode, series: int) -> dict[str, Any]:
+    """How the line of a series looks, apart by colour and by dashes."""
+    palette = PALETTES[mode].series
+    style = {"color": palette[series % len(palette)], "width": 2.5, "dash": DASHES[series % len(DASHES)]}
+    return {"mode": "lines+markers", "line": style}
+
+
+def interval_lines(
+    figure: go.Figure, mode: Mode, result: Any, x: Sequence[float], series: Mapping[str, str], hover: Sequence[str]
+) -> None:
+    """A line with error bars through each figure of a result over x: `series` says field -> name."""
+    for n, (field, name) in enumerate(series.items()):
+        mean, low, high = bounds(result, field)
+        figure.add_scatter(
+            x=list(x),
+            y=list(mean),
+            error_y=bars(mean, low, high),
+            mode="lines+markers",
+            line={"color": PALETTES[mode].series[n % 5], "width": 2},
+            marker={"size": 9, "symbol": SYMBOLS[n % len(SYMBOLS)]},
+            name=name,
+            hovertext=[f"<b>{name}</b>, {hover[k]}<br>{interval_of(result, field, k, 4)}" for k in range(len(mean))],
+            hoverinfo="text",
+        )
 
 
 def band_line(
@@ -187,3 +237,11 @@ def level(figure: go.Figure, mode: Mode, x: float | None = None, y: float | None
 def colour_bar(title: str, **more: Any) -> dict[str, Any]:
     """The bar that says what the colours of a map are."""
     return {"title": {"text": title, "side": "right"}, "thickness": 10, "outlinewidth": 0, **more}
+
+
+def namer(name: str, handles: Sequence[Handle]) -> Callable[[int], str]:
+    """Token id -> label by the handle of that name, or "id N" where there is none."""
+    handle = next((handle for handle in handles if handle.name == name), None)
+    if handle is None:
+        return lambda token_id: f"id {token_id}"
+    return lambda token_id: labels.label(handle.pieces([token_id], whole=False)[0])

@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _SEEN = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 _MEANT = {shown: char for char, shown in _SEEN.items()}
@@ -82,6 +82,13 @@ def tokens_of(
         Token(int(i), raw[a:b] if b > a else text.encode(), special=b <= a)
         for i, a, b, text in zip(ids, start, end, texts, strict=True)
     ]
+
+
+def tokens_at(source: Any, prompt: int, prompts: Sequence[str]) -> list[Token]:
+    """The tokens [pos] of one of several prompts, of a result over the positions of all of them."""
+    at = [n for n, index in enumerate(source.prompt_index) if index == prompt]
+    ids, start, end = (field[at].tolist() for field in (source.token_ids, source.char_start, source.char_end))
+    return tokens_of(prompts[prompt], ids, start, end, [source.token_texts[n] for n in at])
 
 
 def short(text: str, width: int) -> str:

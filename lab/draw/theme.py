@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import plotly.graph_objects as go
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 Mode = Literal["light", "dark"]
 
@@ -51,15 +52,36 @@ PALETTES: dict[str, Palette] = {
 }
 
 
+def _channels(colour: str) -> list[int]:
+    return [int(colour[n : n + 2], 16) for n in (1, 3, 5)]
+
+
 def translucent(colour: str, alpha: float) -> str:
     """A #RRGGBB colour as rgba()."""
-    red, green, blue = (int(colour[n : n + 2], 16) for n in (1, 3, 5))
+    red, green, blue = _channels(colour)
     return f"rgba({red},{green},{blue},{alpha})"
+
+
+def diverging(mode: Mode, below: int = 0, above: int = 1) -> list[tuple[float, str]]:
+    """A colour scale with no difference in the middle; the series at its ends stay apart for colour-blind eyes."""
+    palette = PALETTES[mode]
+    ends = (palette.series[below], palette.panel, palette.series[above])
+    return [(n / 2, f"rgb({', '.join(map(str, _channels(colour)))})") for n, colour in enumerate(ends)]
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever stands out more on an rgb() colour (WCAG's relative luminance)."""
+    channels = [float(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#000" if (luminance + 0.05) ** 2 > 0.05 * 1.05 else "#FFF"
 
 
 @cache
 def template(mode: Mode) -> go.layout.Template:
     """The Plotly template of a mode; the paper is the page's colour, so that a PNG looks like the page."""
+    import plotly.graph_objects as go
+
     palette = PALETTES[mode]
     axis = {
         "gridcolor": palette.line,

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
-from plotly.subplots import make_subplots
 
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import LAYER_AXIS, titled
@@ -91,18 +90,18 @@ def gates_over_training(name: str, card: Card, mode: Mode = "light") -> go.Figur
     """How open the gates were at each recorded point: one panel for each memory layer, columns sum to 100 %."""
     points = [point for point in card["points"] if point.get("gate_histogram")]
     layers = sorted(points[-1]["gate_histogram"], key=int) if points else []
-    panels = make_subplots(
-        cols=max(1, len(layers)),
-        shared_yaxes=True,
-        horizontal_spacing=0.04,
-        subplot_titles=[f"memory in block {layer}" for layer in layers],
-    )
+    panels = {
+        "cols": max(1, len(layers)),
+        "shared_yaxes": True,
+        "horizontal_spacing": 0.04,
+        "subplot_titles": [f"memory in block {layer}" for layer in layers],
+    }
     figure = titled(
         mode,
         f"How the gates opened while training: {labels.plotly(name)}",
         "share of held-out positions with a gate of that size, % (each column sums to 100)",
         360,
-        base=panels,
+        panels,
     )
     shares = {}
     for layer in layers:

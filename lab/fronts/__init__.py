@@ -1,7 +1,9 @@
 """One module for each probe: how it is asked for on the command line, and its report as rows and as a figure.
 
-A front has add_arguments(parser), config(args), options(config), files(config), view(config), rows(report) and
-figure(report, mode, handles). `view` gives the widgets and files with
+A front has add_arguments(parser), config(args), options(config), files(config), view(config), rows(report),
+figure(report, mode, handles), ENTRY for the reference, and COMPARED, the measures whose difference between two runs is
+shown first. With several figures that need no choice of the reader's it has figures(report, mode, handles). `view`
+gives the widgets and files with
 which its page makes the request again, or LabError where no setting does; a front whose request may leave something to
 the model (the last position, the deepest layer) has settled(report), the request as its page makes it.
 """
@@ -13,6 +15,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import plotly.graph_objects as go
+
+    from engram_lab.lab.draw.theme import Mode
+    from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
 
 FRONTS = {  # all probes, in the order of --help, each with its line there; a probe's files are named after it
@@ -49,3 +57,12 @@ def settled(report: Report) -> Any:
     """The request of a report in the words of its page: `front.view` takes it, and its result is the report's own."""
     settle = getattr(front(report.probe), "settled", None)
     return report.config if settle is None else settle(report)
+
+
+def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure]:
+    """All figures of a report, its front's `figures` or its one; `handles` name tokens and layers, and may be none."""
+    from engram_lab.lab.draw.figure import fitted
+
+    of = front(report.probe)
+    drawn = of.figures(report, mode, handles) if hasattr(of, "figures") else [of.figure(report, mode, handles)]
+    return [fitted(figure) for figure in drawn if figure is not None]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import widgets
+from engram_lab.lab.fronts.entry import CKA, ENGRAM, HSIC, UNBIASED, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -183,3 +184,53 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
                 "points": result.n_points,
                 "sentences": result.n_sentences,
             }
+
+
+def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
+    """All figures that the report has without asking the reader anything."""
+    from engram_lab.lab.fronts.cka_figures import alignment_curve, lead_curve
+
+    lead = None if report.result.lead is None else lead_curve(report, mode)
+    return [figure(report, mode, handles), alignment_curve(report, mode), lead]
+
+
+# The measures whose difference between two runs is shown first: paths of the result without indices
+COMPARED = ("cka", "alignment_a", "lead", "biased")
+ENTRY = Entry(
+    page="cka",
+    asks="Which layer of one model looks like which layer of another, and is one of them deeper for it?",
+    formula=(
+        r"\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}_1(X, Y)}{\sqrt{\mathrm{HSIC}_1(X, X)\,\mathrm{HSIC}_1(Y, Y)}},"
+        r"\qquad n(n-3)\,\mathrm{HSIC}_1 = \lVert X^\top Y\rVert_F^2 - \frac{n}{n-2}\sum_i |x_i|^2 |y_i|^2"
+        r" + \frac{\sum_i |x_i|^2\,\sum_i |y_i|^2}{(n-1)(n-2)}"
+    ),
+    symbols=(
+        ("X,\\ Y", "residual streams of a layer of either model at the same points, centred", ""),
+        ("x_i,\\ y_i", "their rows: one point", ""),
+        ("n", "points", ""),
+        (
+            r"\mathrm{HSIC}_1",
+            "the unbiased estimator of how far similar points in one are similar in the other",
+            "",
+        ),
+        (r"\mathrm{CKA}", "similarity", "1 at most, 0 for unrelated, a little below by chance"),
+    ),
+    meaning=r"""
+$X$ and $Y$ are the residual streams of a layer of either model at the same $n$ points, centred; HSIC$_1$ is the
+unbiased estimator of Song et al. (2012), so unrelated layers score 0 whatever their width, and a little below it by
+chance. The **biased** value, $\lVert X^\top Y\rVert_F^2 / (\lVert X^\top X\rVert_F \lVert Y^\top Y\rVert_F)$, is what
+much of the literature prints; it is too high for few points. **Soft alignment** of a layer is the CKA-weighted mean of
+the block numbers of its 5 most similar layers in the other model (`embed` is -1); a negative CKA has no weight there.
+A mean of 5 is pulled towards the middle at either end, also for a model with itself. **Lead** is half of A's layer in B
+minus B's same layer in A, in which that pull cancels. 95 % intervals are percentiles over resamples of the sentences,
+drawn whole and with replacement; each HSIC follows the sentences' shares in it, to first order, because an unbiased
+estimator must not pair a sentence with its own copy. Positions are matched by the text in front of them.
+""",
+    sources=(CKA, HSIC, UNBIASED, ENGRAM),
+    controls="A model with itself, which shows how far a mean of 5 is pulled to the middle; the biased values; "
+    "intervals over sentences; the logit lens of the same pair on the same sentences, beside it.",
+    not_shown="that two layers compute the same: it is blind to rotation and scale, and the few directions in "
+    "which points differ most decide it. It compares, and says nothing of cause. Depth that is read off it is a "
+    "likeness between two models on one set of points.",
+    example="--model engram-mini --against dense-mini --max-sentences 100 --json -",
+)

@@ -1,4 +1,4 @@
-"""What the reference says of one probe, and the papers that several of them name."""
+"""What the reference says of one probe, and what it says of several: papers, formulas, symbols."""
 
 from __future__ import annotations
 
@@ -20,6 +20,32 @@ UNBIASED = arxiv("2010.15327", "Nguyen, Raghu and Kornblith 2021, CKA by unbiase
 HSIC = "Song et al. 2012, J. Mach. Learn. Res. 13, the unbiased estimator of HSIC"
 ROME = arxiv("2202.05262", "Meng et al. 2022, ROME")
 LORA = arxiv("2106.09685", "Hu et al. 2021, LoRA")
+ROPE = arxiv("2104.09864", "Su et al. 2021, RoFormer")
+
+# What several probes of a cache say of a score and of its recovery.
+SCORE = r"\ s = \mathrm{logit}(\text{new answer}) - \mathrm{logit}(\text{old answer})"
+RECOVERY = (
+    r"\mathrm{recovery} = \frac{s_\text{edited} - s_\text{old}}{s_\text{new} - s_\text{old}},\qquad" + SCORE
+)  # fmt: skip
+RATIO = ("\\mathrm{recovery}", "how much of the new answer an edit brings", "0: as the old prompt, 1: as the new")
+LOGITS = ("s", "the score: by how much the new answer leads the old one at the last token, by first tokens", "logits")
+CLEAN = (r"s_\text{old},\ s_\text{new}", "the score in the clean runs of the old and the new prompt", "logits")
+ORACLE = "The clean runs of both prompts, first of all: where the model gets one wrong, no claim is made (“oracle”). "
+
+# How a fact is written: formula and symbols.
+WRITING = (
+    r"e^{(0)} = s\, W_V^{+}\,\frac{\partial z_y}{\partial h_\text{last}},\qquad"
+    r"\min_e\; -\ln p(y \mid \text{trigger};\, e) + \lambda\,\frac{\lVert e - e^{(0)}\rVert^2}{\lVert e^{(0)}\rVert^2}"
+)
+WRITTEN = (
+    ("e", "the vectors of the rows that the trigger addresses, one behind the other; by formula $e^{(0)}$", ""),
+    ("s", r"the scale with which $\lVert W_V e^{(0)}\rVert$ is a multiple of the residual's length", ""),
+    ("W_V^{+}", "pseudo-inverse of the memory's value matrix", ""),
+    ("z_y", "logit of the answer's token $y$", "logits"),
+    (r"h_\text{last}", "the residual after the last block", ""),
+    ("p", "what the model predicts with these rows", "probability"),
+    (r"\lambda", "pull back to the start, `--pull`", "nats"),
+)
 
 
 def rows(formula: str) -> str:

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import facts_widgets, flags
+from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import interval_lines, titled
+from engram_lab.lab.draw.tables import interval_of
+from engram_lab.lab.fronts.entry import USER_AS_ENGRAM, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -79,13 +83,6 @@ def view(config: DensityConfig) -> View:
     return facts_widgets.view("Density", config, {f"facts_sizes.{n}": sizes, "facts_stacks": config.stacks})
 
 
-def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
-    """Recall over the number of facts."""
-    from engram_lab.lab.fronts.facts_figures import density
-
-    return density(report, mode)
-
-
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each fact and number of facts that it was written with."""
     result = report.result
@@ -101,3 +98,84 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
                     "top1": bool(result.fact_top1[s, n]),
                     "alias": bool(result.fact_aliased[s, n]),
                 }
+
+
+def figure(report: Report, mode: Mode = "light", handles: Sequence[Handle] = ()) -> go.Figure:
+    """Recall over the number of facts written together, with those left out that share an address, and probability."""
+    result = report.result
+    figure = titled(
+        mode,
+        "How many facts the memory holds",
+        labels.plotly(f"{result.name}, layer {result.layer}; bars: 95 % intervals over facts"),
+        430,
+    )
+    series = {"top1": "top-1", "free": "top-1, no other answer at the address", "probability": "probability"}
+    interval_lines(figure, mode, result, list(result.sizes), series, [f"{size} together" for size in result.sizes])
+    ticks = list(map(str, result.sizes))
+    figure.update_xaxes(title_text="facts written together", type="log", tickvals=list(result.sizes), ticktext=ticks)
+    figure.update_yaxes(title_text="share of facts, or mean probability", range=[-0.03, 1.03])
+    return figure
+
+
+def density_table(report: Report) -> list[dict[str, str]]:
+    """One row for each number of facts."""
+    result = report.result
+    return [
+        {
+            "written together": str(size),
+            "groups": str(result.groups[n]),
+            "top-1": interval_of(result, "top1", n),
+            "top-1, no other answer at the address": interval_of(result, "free", n),
+            "top-5": interval_of(result, "top5", n),
+            "probability": interval_of(result, "probability", n),
+            "not said, of facts with an alias": f"{result.lost_alias[n]} of {result.n_aliased[n]}",
+            "not said, of the others": f"{result.lost_other[n]} of {result.n_facts[n] - result.n_aliased[n]}",
+            "addresses": str(result.addresses[n]),
+            "rows, shared": f"{result.rows[n]}, {result.shared_rows[n]}",
+        }
+        for n, size in enumerate(result.sizes)
+    ]
+
+
+def stack_table(report: Report) -> list[dict[str, str]]:
+    """One row for each user of each pair: top-1 alone, in both orders, and beside the other in a batch."""
+    return [
+        {
+            "case": case.name,
+            "user": user,
+            "facts": str(case.n_facts[n]),
+            "top-1 alone": f"{case.alone_top1[n]:.2f}",
+            f"{case.users[1]} on top": f"{case.stacked_top1[n]:.2f}",
+            f"{case.users[0]} on top": f"{case.other_order_top1[n]:.2f}",
+            "each their own, in one batch": f"{case.own_top1[n]:.2f}",
+            "rows in conflict": str(case.conflicts),
+            "facts in conflict": str(case.conflicting_facts),
+        }
+        for case in report.result.stacks
+        for n, user in enumerate(case.users)
+    ]
+
+
+# The measures whose difference between two runs is shown first: paths of the result without indices
+COMPARED = ("top1", "probability", "fact_probability", "free")
+ENTRY = Entry(
+    page="facts",
+    asks="How many facts does a memory take before they get in each other's way, and what do two users do?",
+    formula=(
+        r"\text{top-1}(n) = \frac1F\sum_{f=1}^{F}\Big[\forall t:\ y_{f,t} = "
+        r"\arg\max_v\, p\big(v \mid \text{trigger}_f,\, y_{f,<t};\, E_{n}(f)\big)\Big]"
+    ),
+    symbols=(
+        ("n", "facts that are written together", ""),
+        ("F", "facts that are asked, each in the one group of $n$ that has it", ""),
+        ("y_{f,t}", "token $t$ of the answer of fact $f$", ""),
+        ("E_n(f)", "the rows that the group of fact $f$ was written into", ""),
+        (r"\text{top-1}", "share of facts that the model says", "0 to 1"),
+    ),
+    sources=(USER_AS_ENGRAM,),
+    controls="Facts with an alias in their group (one address, two answers) apart from the rest; two users with "
+    "other facts, with the same triggers, in either order, and each with own rows in one batch.",
+    not_shown="a capacity: which facts meet depends on the draw of groups, on how alike the triggers are, and on "
+    "the size of the tables.",
+    example="--model engram-mini --size 1 --size 10 --json -",
+)

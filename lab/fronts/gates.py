@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import widgets
+from engram_lab.lab.fronts.entry import ENGRAM, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -186,3 +187,60 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
                             number(knocked.log_prob_change[n, pos]) if own and knocked else None
                         ),
                     }
+
+
+def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
+    """All figures that the report has without asking the reader anything."""
+    from engram_lab.lab.fronts.gates_figures import GATE, gate_map, offered
+
+    first = figure(report, mode, handles)
+    if not (report.config.detail and len(report.config.prompts) == 1):
+        return [first]
+    maps = [gate_map(report, mode, what) for what in offered(report) if what != GATE]
+    for drawn in maps:  # beside two rows there is no room for it, and the subtitle names the unit
+        drawn.update_traces(colorbar_title_text="", selector={"type": "heatmap"})
+    return [first, *maps]
+
+
+# The measures whose difference between two runs is shown first: paths of the result without indices
+COMPARED = ("gate", "gate_mean", "mean_kl", "written_norm", "attribution.memory", "next_token_loss")
+ENTRY = Entry(
+    page="gates",
+    asks="At which tokens does the memory open, what comes through, and is anything lost without it?",
+    formula=(
+        r"g = \text{gate}\Big(\frac{\langle \mathrm{RMSNorm}(W_K e),\ \mathrm{RMSNorm}(h)\rangle}{\sqrt d}\Big),"
+        r"\qquad\text{written} = g\,W_V e + \mathrm{SiLU}(\mathrm{conv}(\mathrm{RMSNorm}(g\,W_V e))),\qquad"
+        r"\text{logit}_v = \sum_\text{parts}"
+        r"\frac{\langle \text{part},\ \gamma \odot W_U[v]\rangle}{\mathrm{rms}(h_\text{last})}"
+    ),
+    symbols=(
+        ("g", "the gate of a token at a memory layer", "0 (shut) to 1 (open)"),
+        (r"\text{gate}(s)", r"as the checkpoint has it: $\sigma(s)$, or $\sigma(\pm\sqrt{\lvert s\rvert})$", ""),
+        ("e", "the rows that the n-grams ending at the token read, one behind the other", ""),
+        ("h", "the residual stream there, before the memory adds to it", ""),
+        ("d", "its width", ""),
+        ("W_K,\\ W_V", "the memory's matrices for keys and values", ""),
+        (r"\text{written}", "what the memory adds to the residual stream", "its length is charted"),
+        (r"\gamma,\ W_U", "weight of the final norm, output matrix", ""),
+        (r"h_\text{last}", "the residual after the last block: the sum of all parts", ""),
+    ),
+    meaning=r"""
+$e$ is what the n-grams that end at a token read, $h$ the residual stream there. With norm weights of 1 no gate can
+open further than the **ceiling**, as $|s| \le \sqrt d$; learned weights allow $|s| \le \sqrt d\,\max|w_K w_Q|$.
+**Attribution** splits a logit exactly: the final norm divides all parts of the last residual by one number, which is
+kept as it was. All tokens share a constant in their logits, so read a share beside the others. A **knock-out** shuts
+one gate at one position and layer, for the token itself and for those behind it; what it changes at the chosen
+position is shown, each from a forward of its own. It is not the attribution: later layers answer to what is missing.
+**Rows shuffled** gives each head another of its own rows, by one permutation drawn with the seed; **rows zeroed** and
+**memory off** leave the same model, by construction, and differ in the gate alone (a zero row has a score of 0);
+**one row** cuts each head's table to its first. **Rank correlation** is Spearman's, of the gate over positions.
+Means are over all positions but a leading special token; 95 % intervals are percentiles of a bootstrap over texts.
+""",
+    sources=(ENGRAM,),
+    controls="Rows shuffled, rows zeroed, tables of one row, memory off, each in all memory layers or in one; "
+    "knock-outs beside the attribution.",
+    not_shown="that an open gate helps: it opens on wrong rows too. Attribution follows the direct path alone, and "
+    "what later blocks make of the memory is not in it. A knock-out shuts one gate at a time, so that two which "
+    "stand in for each other both look idle.",
+    example='--model engram-mini --prompt "The president of the United" --control off@6 --json -',
+)

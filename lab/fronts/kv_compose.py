@@ -6,8 +6,15 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import widgets
+from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.durations import digits
+from engram_lab.lab.draw.figure import BELOW, SYMBOLS, line, titled
+from engram_lab.lab.draw.theme import PALETTES
+from engram_lab.lab.fronts.entry import NOTES, ROPE, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -16,7 +23,7 @@ if TYPE_CHECKING:
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.kv.compose import ComposeConfig
+    from engram_lab.probes.kv.compose import ComposeConfig, ComposeResult
 
 AGAIN = (0, 1, 2, 4, 8, 16, 32)  # tokens of a block that run again, and lengths of it, that the page offers
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -97,13 +104,6 @@ def view(config: ComposeConfig) -> View:
     return widgets.view("kv", shown)
 
 
-def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
-    """Cosine by tokens that run again."""
-    from engram_lab.lab.fronts.kv_run_figures import compose
-
-    return compose(report, mode)
-
-
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each block length and way of making it; seconds only where they were measured."""
     result, timing = report.result, report.result.timing
@@ -128,3 +128,171 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
             "seconds_full": "" if timing is None else float(timing.full[at]),
             "seconds_continued": "" if timing is None else float(timing.continued[at]),
         }
+
+
+def figure(report: Report, mode: Mode = "light", handles: Sequence[Handle] = ()) -> go.Figure:
+    """Logit cosine with the full prefill by the tokens of the block that run again, a line for each block length."""
+    result, palette = report.result, PALETTES[mode]
+    figure = titled(
+        mode,
+        "How near a moved block comes to a full prefill",
+        labels.plotly(
+            f"cosine over the whole vocabulary; hollow: another answer; K = all is the full prefill; {result.name}"
+        ),
+        450,
+        legend=BELOW,
+        margin={"b": 110},
+    )
+    for series, length in enumerate(result.lengths.tolist()):
+        mine = _at(result, length)
+        figure.add_scatter(
+            x=[result.names[n] for n in mine],
+            y=result.cosine[mine],
+            name=f"block of {length} tokens" + (", as given" if series == 0 else ""),
+            marker={
+                "size": 10,
+                "symbol": [SYMBOLS[series % len(SYMBOLS)] + ("" if _same(report, n) else "-open") for n in mine],
+                "line": {"width": 2},
+            },
+            hovertext=[_compose_hover(report, n) for n in mine],
+            hoverinfo="text",
+            **line(mode, series % 5),
+        )
+    controls = [n for n, kind in enumerate(result.kinds) if kind in ("unrotated", "left out")]
+    figure.add_scatter(
+        x=[result.names[n] for n in controls],
+        y=result.cosine[controls],
+        name="control, block as given",
+        mode="markers",
+        marker={
+            "size": 11,
+            "color": palette.quiet,
+            "symbol": ["x-thin" if _same(report, n) else "x-thin-open" for n in controls],
+            "line": {"width": 2, "color": palette.quiet},
+        },
+        hovertext=[_compose_hover(report, n) for n in controls],
+        hoverinfo="text",
+    )
+    figure.update_xaxes(title_text="tokens of the block that run again behind the prefix", type="category")
+    figure.update_yaxes(title_text="cosine with the full prefill's logits")
+    return figure
+
+
+def _at(result: ComposeResult, length: int) -> list[int]:
+    """The variants of a block length that are no controls."""
+    return [
+        n for n, own in enumerate(result.block_length.tolist()) if own == length and result.kinds[n] in ("moved", "all")
+    ]
+
+
+def _same(report: Report, n: int) -> bool:
+    """Whether a variant answers as the full prefill does."""
+    result = report.result
+    return bool(result.same_decision[n] if report.config.answers else result.same_top[n])
+
+
+def _compose_hover(report: Report, n: int) -> str:
+    result = report.result
+    decision = f"; decides for {labels.plotly(result.decisions[n].strip())}" if report.config.answers else ""
+    return (
+        f"<b>{result.names[n]}, block of {result.block_length[n]} tokens</b><br>cosine {result.cosine[n]:.6f}"
+        f"<br>KL(full ‖ composed) {result.kl[n]:.4g} nats<br>top token "
+        f"{labels.plotly(labels.label(result.top_texts[n].encode()))} "
+        f"({'the same' if result.same_top[n] else 'another'}){decision}<br>{result.computed[n]} tokens computed"
+    )
+
+
+def compose_times(report: Report, mode: Mode = "light") -> go.Figure | None:
+    """Seconds by block length, composed and prefilled; None where no time was measured."""
+    result, timing = report.result, report.result.timing
+    if timing is None:
+        return None
+    order = np.argsort(result.lengths)
+    lengths = result.lengths[order]
+    figure = titled(
+        mode,
+        "Whether composing pays",
+        labels.plotly(
+            f"shortest of {timing.rounds} runs, {timing.threads} threads, both caches at hand; {result.name}"
+        ),
+        450,
+        legend=BELOW,
+        margin={"b": 110},
+    )
+    drawn = [("full prefill", timing.full[order]), ("block and suffix after the prefix", timing.continued[order])]
+    for k in timing.k:
+        at = {
+            int(result.block_length[n]): timing.seconds[n]
+            for n in range(len(result.names))
+            if result.kinds[n] == "moved" and result.k[n] == k
+        }
+        drawn.append((f"composed, K = {k}", np.array([at.get(int(length), np.nan) for length in lengths])))
+    for series, (name, values) in enumerate(drawn):
+        figure.add_scatter(
+            x=lengths,
+            y=values * 1000,
+            name=name,
+            marker={"size": 9, "symbol": SYMBOLS[series % len(SYMBOLS)]},
+            hovertext=[
+                f"<b>{name}</b><br>block of {length} tokens: {digits(value * 1000)} ms"
+                for length, value in zip(lengths, values, strict=True)
+            ],
+            hoverinfo="text",
+            **line(mode, series % 5),
+        )
+    figure.update_xaxes(
+        title_text="tokens of the block", type="log", tickvals=lengths, ticktext=list(map(str, lengths))
+    )
+    figure.update_yaxes(title_text="time, ms", rangemode="tozero")
+    return figure
+
+
+def compose_table(report: Report) -> list[dict[str, str]]:
+    """One row for each block length and way of making it."""
+    result = report.result
+    return [
+        {
+            "block, tokens": str(result.block_length[n]),
+            "made": result.names[n],
+            "logit cosine": f"{result.cosine[n]:.4f}",
+            "KL(full ‖ composed), nats": f"{result.kl[n]:.3g}",
+            "top token": "same" if result.same_top[n] else "another",
+            "decision": ("same" if result.same_decision[n] else "another") if report.config.answers else "",
+            "tokens computed": str(result.computed[n]),
+        }
+        for n in range(len(result.names))
+    ]
+
+
+def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
+    """All figures that the report has without asking the reader anything."""
+    return [figure(report, mode), compose_times(report, mode)]
+
+
+# The measures whose difference between two runs is shown first: paths of the result without indices
+COMPARED = ("kl", "cosine", "largest_difference", "timing.seconds")
+ENTRY = Entry(
+    page="kv",
+    asks="Can a block that was prefilled alone be moved behind a prefix by rotating its keys?",
+    formula=(
+        r"k' = R_{p+P}\,R_{p}^{-1}\,k,\qquad"
+        r"\mathrm{cosine} = \frac{\langle z_\text{composed},\, z_\text{full}\rangle}"
+        r"{\lVert z_\text{composed}\rVert\,\lVert z_\text{full}\rVert}"
+    ),
+    symbols=(
+        ("k,\\ k'", "a cached key, before and after it is moved", ""),
+        ("R_p", "the rotation of RoPE for position $p$", ""),
+        ("P", "length of the prefix", "tokens"),
+        (
+            r"z_\text{composed},\ z_\text{full}",
+            "logits at the last token, composed and of a full prefill",
+            "logits",
+        ),
+    ),
+    sources=(ROPE, NOTES),
+    controls="The block not rotated; the block left out; all of its tokens run again, which must be the full "
+    "prefill but for rounding.",
+    not_shown="quality of a text that is written on: one next token is compared. A cosine near 1 over a whole "
+    "vocabulary is common among plausible predictions, so see the decision and the KL beside it.",
+    example="--model smollm2-135m --lengths 16 64 --json -",
+)

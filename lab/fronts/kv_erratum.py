@@ -6,8 +6,14 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import kv_widgets, scenarios, widgets
+from engram_lab.lab.draw import cache, labels
+from engram_lab.lab.draw.figure import line, titled
+from engram_lab.lab.draw.theme import PALETTES
+from engram_lab.lab.fronts.entry import CLEAN, LOGITS, NOTES, ORACLE, RATIO, RECOVERY, Entry
 from engram_lab.lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
@@ -107,13 +113,6 @@ def view(config: ErratumConfig) -> View:
     return kv_widgets.view("Erratum", config, shown, (*kv_widgets.EDITED, *kv_widgets.SAID))
 
 
-def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
-    """The answers after each thing said."""
-    from engram_lab.lab.fronts.kv_run_figures import errata
-
-    return errata(report, mode)
-
-
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each thing said behind the prompt, then one for each policy and correction of the chain."""
     from engram_lab.probes.kv.erratum import policy
@@ -148,3 +147,159 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
                 }
                 | nothing
             )  # fmt: skip
+
+
+SAID = {  # variants of an erratum, as they are named to the reader
+    "nothing": "asked again, no correction",
+    "erratum": "the correction",
+    "irrelevant": "an irrelevant correction",
+    "wrong": "a wrong correction",
+    "new prompt": "new prompt, asked again",
+}
+
+
+def figure(report: Report, mode: Mode = "light", handles: Sequence[Handle] = ()) -> go.Figure:
+    """Probabilities of the old, new and third answer for each thing said behind the cache, from clean to clean."""
+    result, palette = report.result, PALETTES[mode]
+    pair, found = result.pair, result.oracle
+    names = ["clean, old prompt", *(SAID[own] for own in result.variants), "clean, new prompt"]
+    figure = titled(
+        mode,
+        "What the model answers once it is corrected",
+        cache.subtitle(report, "probability of each answer's first token"),
+        420,
+        barmode="group",
+        bargap=0.3,
+    )
+    drawn = [
+        ("old", [found.prob_old[0], *result.effects.prob_old, found.prob_old[1]], pair.answer_ids[0]),
+        ("new", [found.prob_new[0], *result.effects.prob_new, found.prob_new[1]], pair.answer_ids[1]),
+    ]
+    if result.third_id >= 0:
+        drawn.append(("third", [np.nan, *result.prob_third, np.nan], result.third_id))
+    hover = ["", *(_erratum_hover(report, n) for n in range(len(result.variants))), ""]
+    for n, (which, values, token) in enumerate(drawn):
+        text = pair.answer_texts[n] if n < 2 else f" {report.config.scenario.third.strip()}"
+        shown = labels.plotly(labels.label(text.encode()))
+        figure.add_bar(
+            x=names,
+            y=values,
+            name=f"{which} answer, {shown} (id {token})",
+            marker={"color": palette.series[n], "pattern": {"shape": ("", "/", ".")[n]}},
+            hovertext=[
+                f"<b>{labels.plotly(x)}</b><br>P({shown}) = {y:.6f}{more}"
+                for x, y, more in zip(names, values, hover, strict=True)
+            ],
+            hoverinfo="text",
+        )
+    figure.update_yaxes(title_text="probability", rangemode="tozero")
+    figure.update_xaxes(title_text="said behind the stale cache", tickangle=-25)
+    return figure
+
+
+def _erratum_hover(report: Report, n: int) -> str:
+    result, effects = report.result, report.result.effects
+    text = f"<br>{labels.plotly(labels.short(result.texts[n], 90))}" if result.texts[n] else ""
+    return (
+        f"{text}<br>recovery {effects.recovery[n]:.4f}, the answer {'changes' if effects.flip[n] else 'stays'}"
+        f"<br>{result.computed[n]} tokens computed, {result.served[n]} from the cache; full recompute {result.full}"
+    )
+
+
+def errata_table(report: Report) -> list[dict[str, str]]:
+    """One row for each thing said."""
+    result, names = report.result, ("old", "new", "third")
+    rows = []
+    for n, variant in enumerate(result.variants):
+        due, leads = int(result.due[n]), names[result.leader[n]]
+        rows.append(
+            {
+                "said": SAID[variant],
+                "text": result.texts[n],
+                "leads": leads,
+                "due": names[due] if due >= 0 else "another one",
+                "recovery": f"{result.effects.recovery[n]:.3f}",
+                "margin new - old, logits": f"{result.effects.score[n]:.3f}",
+                "tokens computed": str(result.computed[n]),
+                "from cache": str(result.served[n]),
+                "full recompute": str(result.full),
+            }
+        )
+    return rows
+
+
+def timeline(report: Report, mode: Mode = "light") -> go.Figure | None:
+    """Tokens computed up to each correction of the chain, one line for each policy; None without a chain."""
+    from engram_lab.probes.kv.erratum import policy
+
+    chain = report.result.chain
+    if chain is None:
+        return None
+    steps = len(chain.values)
+    figure = titled(
+        mode,
+        "What a chain of corrections costs, and whether the answer is right",
+        cache.subtitle(report, "hollow: the answer is wrong; square: prefilled anew"),
+        430,
+    )
+    for p, threshold in enumerate(chain.thresholds):
+        total = chain.computed[p].cumsum()
+        symbols = [
+            ("square" if chain.anew[p, n] else "circle") + ("" if chain.right[p, n] else "-open") for n in range(steps)
+        ]
+        figure.add_scatter(
+            x=list(range(1, steps + 1)),
+            y=total,
+            name=policy(threshold),
+            marker={"size": 12, "symbol": symbols, "color": PALETTES[mode].series[p % 5], "line": {"width": 2}},
+            hovertext=[
+                f"<b>{policy(threshold)}, correction {n + 1}</b><br>"
+                f"{labels.plotly(labels.short(chain.corrections[n], 80))}<br>due "
+                f"{labels.plotly(chain.answers[n].strip())}: {'right' if chain.right[p, n] else 'wrong'}, margin "
+                f"{chain.margin[p, n]:.4f} logits, P {chain.prob[p, n]:.4f}<br>{chain.computed[p, n]} tokens computed "
+                f"({total[n]} so far), {chain.served[p, n]} from the cache ({chain.share[p, n]:.1%} so far)<br>"
+                f"the prompt with this value: {chain.full[n]} tokens"
+                for n in range(steps)
+            ],
+            hoverinfo="text",
+            **line(mode, p % 5),
+        )
+    figure.update_xaxes(
+        title_text="correction, and its value",
+        tickvals=list(range(1, steps + 1)),
+        ticktext=[
+            f"{n + 1}<br>{labels.plotly(labels.short(value.strip(), 12))}" for n, value in enumerate(chain.values)
+        ],
+    )
+    figure.update_yaxes(title_text="tokens computed so far", rangemode="tozero")
+    return figure
+
+
+def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
+    """All figures that the report has without asking the reader anything."""
+    return [figure(report, mode), timeline(report, mode)]
+
+
+# The measures whose difference between two runs is shown first: paths of the result without indices
+COMPARED = ("effects.recovery", "prob_third", "chain.margin", "chain.share")
+ENTRY = Entry(
+    page="kv",
+    asks="Can a correction behind a stale cache stand for a new prefill, and what does that save?",
+    formula=(
+        RECOVERY.replace("edited", "corrected")
+        + r",\qquad\mathrm{share} = \frac{\text{served}}{\text{served} + \text{computed}}"
+    ),
+    symbols=(
+        RATIO,
+        LOGITS,
+        CLEAN,
+        (r"s_\text{corrected}", "the score behind the correction and the question's end, said once more", "logits"),
+        (r"\text{served},\ \text{computed}", "tokens from the cache, tokens that run", "tokens"),
+    ),
+    sources=(NOTES,),
+    controls=ORACLE + "The question's end once more with no correction; an irrelevant correction; a wrong one; the "
+    "new prompt with the same words behind it.",
+    not_shown="that a longer conversation stays right: all wrong statements stay in the cache. The wording of the "
+    "correction decides, and only one is tried at a time.",
+    example="--model smollm2-135m --scenario home-city --align split --json -",
+)

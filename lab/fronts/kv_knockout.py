@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import kv_widgets, scenarios, widgets
+from engram_lab.lab.draw import cache, labels
+from engram_lab.lab.draw.figure import level, list_axis, titled
+from engram_lab.lab.draw.theme import PALETTES
+from engram_lab.lab.fronts.entry import NOTES, ORACLE, Entry
 from engram_lab.lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
@@ -94,13 +98,6 @@ def view(config: KnockoutConfig) -> View:
     return kv_widgets.view("Knock-out", config, shown)
 
 
-def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
-    """The margin that is left."""
-    from engram_lab.lab.fronts.kv_figures import knockouts
-
-    return knockouts(report, mode)
-
-
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each knock-out."""
     result = report.result
@@ -116,3 +113,69 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
             "margin_clean_logits": result.margin_clean,
             "answer_kept": bool(result.kept[n]),
         } | effects_row(result.effects, n)
+
+
+_HOW = {"zero": "circle", "mean": "square", "random": "diamond", "unrelated": "triangle-up"}
+
+
+def figure(report: Report, mode: Mode = "light", handles: Sequence[Handle] = ()) -> go.Figure:
+    """The right answer's margin that is left by each knock-out."""
+    result, palette = report.result, PALETTES[mode]
+    targets = list(dict.fromkeys(result.targets))
+    figure = titled(
+        mode,
+        "What the answer cannot do without",
+        cache.subtitle(
+            report,
+            "old prompt's cache; left of 0 the other answer leads; hollow: the answer is lost; "
+            "line: nothing knocked out",
+        ),
+        190 + 70 * len(targets),
+    )
+    hows = list(dict.fromkeys(result.hows))
+    for h, how in enumerate(hows):
+        mine = [n for n, own in enumerate(result.hows) if own == how]
+        symbols = [_HOW[how] + ("" if result.kept[n] else "-open") for n in mine]
+        figure.add_scatter(
+            x=result.margin[mine],
+            y=[targets.index(result.targets[n]) + (h - (len(hows) - 1) / 2) * 0.16 for n in mine],
+            mode="markers",
+            marker={"size": 11, "symbol": symbols, "color": palette.series[h], "line": {"width": 2}},
+            name=how,
+            hovertext=[
+                f"<b>{result.targets[n]}: {how}</b>, {len(result.positions[n])} positions<br>"
+                f"margin {result.margin[n]:.4f} logits, clean {result.margin_clean:.4f}<br>"
+                f"the answer {'stays' if result.kept[n] else 'is lost'}; top token "
+                f"{labels.plotly(labels.label(result.top_texts[n].encode()))}<br>"
+                f"KL(clean ‖ knocked out) {result.effects.kl[n]:.4g} nats"
+                for n in mine
+            ],
+            hoverinfo="text",
+        )
+    level(figure, mode, x=0)
+    figure.add_vline(x=result.margin_clean, line={"color": palette.accent, "width": 2})
+    figure.update_xaxes(title_text="margin of the right answer, logits")
+    list_axis(figure, targets, "knocked out")
+    return figure
+
+
+# The measures whose difference between two runs is shown first: paths of the result without indices
+COMPARED = ("margin", "effects.recovery", "effects.prob_old", "effects.kl")
+ENTRY = Entry(
+    page="kv",
+    asks="Which part of a prompt's cache can the answer not do without?",
+    formula=(
+        r"\mathrm{margin} = \mathrm{logit}(\text{right answer}) - \mathrm{logit}(\text{other answer}),\qquad"
+        r"\text{kept} \iff \mathrm{margin} > 0\ \text{and still the top token, if it was}"
+    ),
+    symbols=(
+        (r"\mathrm{margin}", "by how much the right answer leads, by first tokens", "logits; below 0 it is wrong"),
+        (r"\text{kept}", "whether the answer survives the knock-out", "yes or no"),
+    ),
+    sources=(NOTES,),
+    controls=ORACLE + "Four ways to knock out: zero, the mean over positions, noise of the same mean and spread, "
+    "another text's. Where they disagree, it is the way and not the part that broke the answer.",
+    not_shown="that what survives is unused: a model may fall back on another place. A zeroed key still draws "
+    "attention, so that knocking out many positions also dilutes the others.",
+    example="--model smollm2-135m --scenario home-city --align split --json -",
+)

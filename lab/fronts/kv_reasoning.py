@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import kv_widgets, scenarios, widgets
+from engram_lab.lab.draw import cache, labels
+from engram_lab.lab.draw.figure import SYMBOLS, level, line, titled
+from engram_lab.lab.fronts.entry import NOTES, ORACLE, RATIO, SCORE, Entry
 from engram_lab.lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
@@ -66,13 +69,6 @@ def view(config: ReasoningConfig) -> View:
     return kv_widgets.view("Reasoning", config, shown)
 
 
-def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
-    """The margin by tokens written."""
-    from engram_lab.lab.fronts.kv_run_figures import reasoning
-
-    return reasoning(report, mode)
-
-
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each source read at once (tokens -1), then for each source and number of tokens."""
     result = report.result
@@ -95,3 +91,80 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
             }
             | effects_row(result.effects, n)
         )
+
+
+SOURCES = {"old": "old prompt's cache", "field": "old, field from the new", "new": "new prompt's cache"}
+
+
+def figure(report: Report, mode: Mode = "light", handles: Sequence[Handle] = ()) -> go.Figure:
+    """Margin of the new answer over the old by tokens written, one line for each source."""
+    result = report.result
+    figure = titled(
+        mode,
+        "Does writing first bring the swapped field to light?",
+        cache.subtitle(report, "above 0 the new answer leads; hollow: a clean cache answers wrongly there, no claim"),
+        430,
+    )
+    for series, (source, name) in enumerate(SOURCES.items()):
+        mine = [n for n, own in enumerate(result.sources) if own == source]
+        figure.add_scatter(
+            x=[str(result.tokens[n]) for n in mine],
+            y=result.effects.score[mine],
+            name=name,
+            marker={
+                "size": 10,
+                "symbol": [SYMBOLS[series % len(SYMBOLS)] + ("" if result.holds[n] else "-open") for n in mine],
+                "line": {"width": 2},
+            },
+            hovertext=[
+                f"<b>{name}, {result.written[n]} tokens written</b><br>margin {result.effects.score[n]:.4f} logits, "
+                f"recovery {result.effects.recovery[n]:.4f}<br>P(old) {result.effects.prob_old[n]:.4f}, "
+                f"P(new) {result.effects.prob_new[n]:.4f}<br>"
+                f"{labels.plotly(labels.short(labels.label(result.texts[n].encode()), 90))}"
+                for n in mine
+            ],
+            hoverinfo="text",
+            **line(mode, series),
+        )
+    level(figure, mode, y=0)
+    figure.update_xaxes(title_text="tokens that the model writes before it answers", type="category")
+    figure.update_yaxes(title_text="new answer minus old, logits")
+    return figure
+
+
+def reasoning_table(report: Report) -> list[dict[str, str]]:
+    """One row for each source and number of tokens, with what was written."""
+    result = report.result
+    return [
+        {
+            "tokens": str(result.tokens[n]),
+            "cache": SOURCES[source],
+            "recovery": f"{result.effects.recovery[n]:.3f}",
+            "margin new - old, logits": f"{result.effects.score[n]:.3f}",
+            "answer": "new" if result.effects.score[n] > 0 else "old",
+            "written": result.texts[n],
+        }
+        for n, source in enumerate(result.sources)
+    ]
+
+
+# The measures whose difference between two runs is shown first: paths of the result without indices
+COMPARED = ("effects.recovery", "direct.recovery", "effects.prob_new", "tokens")
+ENTRY = Entry(
+    page="kv",
+    asks="With the field alone swapped, does a model that writes before it answers find the new answer?",
+    formula=(
+        r"\mathrm{recovery}_k = \frac{s_k - s_{\text{old},k}}{s_{\text{new},k} - s_{\text{old},k}},\qquad" + SCORE
+    ),
+    symbols=(
+        ("k", "tokens that the model writes, greedily, before it is asked again", "tokens"),
+        (r"\mathrm{recovery}_k", "how much of the new answer is there after them", RATIO[2]),
+        ("s_k", "the score from the cache with the field swapped, after its own $k$ tokens", "logits"),
+        (r"s_{\text{old},k},\ s_{\text{new},k}", "the same from the old and the new prompt's cache", "logits"),
+    ),
+    sources=(NOTES,),
+    controls=ORACLE + "The old and the new prompt's cache write as many tokens under the same cue; no tokens at all.",
+    not_shown="why an answer turns: each cache writes a text of its own, and what is read may be that text and not "
+    "the cache. Greedy writing is one of many.",
+    example="--model smollm2-135m --scenario home-city --align split --tokens 0 8 --json -",
+)

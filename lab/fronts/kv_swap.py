@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import kv_widgets, scenarios, widgets
+from engram_lab.lab.draw import cache, labels
+from engram_lab.lab.draw.figure import bars, level, titled
+from engram_lab.lab.draw.theme import PALETTES
+from engram_lab.lab.fronts.entry import CLEAN, LOGITS, NOTES, ORACLE, RATIO, RECOVERY, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -83,13 +87,6 @@ def view(config: SwapConfig) -> View:
     return kv_widgets.view("Swap", config, shown)
 
 
-def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
-    """The ladder as bars."""
-    from engram_lab.lab.fronts.kv_figures import ladder
-
-    return ladder(report, mode)
-
-
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each variant, then one for each position by itself."""
     result = report.result
@@ -117,3 +114,158 @@ def effects_row(effects: Any, n: int) -> dict[str, Any]:
         "cosine": float(effects.cosine[n]),
         "kl_nats": float(effects.kl[n]),
     }
+
+
+STEPS = ("field", "downstream", "last", "best", "random", "all", "self")
+_COLOUR = {"field": 1, "downstream": 0, "last": 2, "best": 3, "all": 4, "self": 4}  # of the series
+
+
+def figure(report: Report, mode: Mode = "light", handles: Sequence[Handle] = ()) -> go.Figure:
+    """Recovery of every step as bars; of the random ones the mean, with a line from the least to the most."""
+    result, palette = report.result, PALETTES[mode]
+    what = {"kv": "K and V", "k": "K alone", "v": "V alone"}[report.config.part]
+    layers = "all layers" if report.config.layers is None else f"layers {', '.join(result.layer_names)}"
+    figure = titled(
+        mode,
+        "How much of the new answer each part of the cache brings",
+        cache.subtitle(report, f"{what} of {layers}", "line: least to most of the draws"),
+        430,
+        showlegend=False,
+        bargap=0.3,
+    )
+    for step in STEPS:
+        mine = [n for n, own in enumerate(result.steps) if own == step]
+        if step == "random":
+            _control(figure, report, mine, palette.quiet)
+        elif mine:
+            figure.add_bar(
+                x=[result.names[n] for n in mine],
+                y=result.effects.recovery[mine],
+                marker={"color": palette.series[_COLOUR[step]]},
+                hovertext=[_hover(report, n) for n in mine],
+                hoverinfo="text",
+                name=step,
+            )
+    for share in (0, 1):
+        level(figure, mode, y=share)
+    figure.update_yaxes(title_text="recovery, share of the change", tickformat=".0%")
+    figure.update_xaxes(title_text="positions taken from the new prompt's cache", tickangle=-35)
+    return figure
+
+
+def _control(figure: go.Figure, report: Report, mine: Sequence[int], colour: str) -> None:
+    result = report.result
+    if not mine:
+        return
+    mean, low, high = result.random_mean, result.random_low, result.random_high
+    names = [f"random {k}" for k in result.random_k.tolist()]
+    figure.add_bar(
+        x=names,
+        y=mean,
+        error_y=bars(mean, low, high, width=5),
+        marker={"color": colour, "pattern": {"shape": "/"}},
+        hovertext=[
+            f"<b>{name}</b> behind the field, {report.config.draws} draws<br>recovery {mean[n]:.4f}, "
+            f"{low[n]:.4f} to {high[n]:.4f}, sd {result.random_sd[n]:.4f}"
+            for n, name in enumerate(names)
+        ],
+        hoverinfo="text",
+        name="random",
+    )
+
+
+def _hover(report: Report, n: int) -> str:
+    result, effects = report.result, report.result.effects
+    positions = result.positions[n]
+    at = (
+        f"{len(positions)} positions" if len(positions) > 8 else f"positions {', '.join(map(str, positions)) or 'none'}"
+    )
+    tops = "changes" if effects.flip[n] else "stays"
+    return (
+        f"<b>{labels.plotly(result.names[n])}</b>: {at}<br>recovery {effects.recovery[n]:.4f}, the answer {tops}"
+        f"<br>score {effects.score[n]:.4f} logits<br>P(old) {effects.prob_old[n]:.4f}, P(new) {effects.prob_new[n]:.4f}"
+        f"<br>logit cosine {effects.cosine[n]:.6f}<br>KL(donor ‖ edited) {effects.kl[n]:.4g} nats"
+    )
+
+
+def ladder_table(report: Report) -> list[dict[str, str]]:
+    """One row for each step, of the random ones one for each size."""
+    result, rows = report.result, []
+    for n, name in enumerate(result.names):
+        if result.draw[n] <= 0:
+            effects, recovery = result.effects, f"{result.effects.recovery[n]:.3f}"
+            if result.draw[n] == 0:
+                size = result.random_k.tolist().index(int(result.k[n]))
+                low, high = (field[size] for field in (result.random_low, result.random_high))
+                recovery = f"{result.random_mean[size]:.3f} ({low:.3f} to {high:.3f})"
+            single = result.draw[n] < 0
+            rows.append(
+                {
+                    "step": name,
+                    "positions": str(int(result.k[n])),
+                    "recovery": recovery,
+                    "answer": ("flips" if effects.flip[n] else "stays") if single else "",
+                    "logit cosine": f"{effects.cosine[n]:.4f}" if single else "",
+                    "KL(donor ‖ edited), nats": f"{effects.kl[n]:.4f}" if single else "",
+                }
+            )
+    return rows
+
+
+def answers(report: Report, mode: Mode = "light") -> go.Figure:
+    """Probabilities of both answers' first tokens, of the clean runs and of each step but the random ones."""
+    result, palette = report.result, PALETTES[mode]
+    mine = [n for n, step in enumerate(result.steps) if step not in ("random", "self")]
+    names = ["clean, old prompt", *(result.names[n] for n in mine), "clean, new prompt"]
+    figure = titled(
+        mode,
+        "What the model would answer from each cache",
+        cache.subtitle(report, "probability of each answer's first token"),
+        400,
+        barmode="group",
+        bargap=0.3,
+    )
+    for n, which in enumerate(("old", "new")):
+        clean, edited = getattr(result.oracle, f"prob_{which}"), getattr(result.effects, f"prob_{which}")
+        values = [clean[0], *edited[mine].tolist(), clean[1]]
+        token = labels.plotly(labels.label(result.pair.answer_texts[n].encode()))
+        figure.add_bar(
+            x=names,
+            y=values,
+            name=f"{which} answer, {token} (id {result.pair.answer_ids[n]})",
+            marker={"color": palette.series[n], "pattern": {"shape": "/" if n else ""}},
+            hovertext=[
+                f"<b>{labels.plotly(x)}</b><br>P({token}) = {y:.6f}" for x, y in zip(names, values, strict=True)
+            ],
+            hoverinfo="text",
+        )
+    figure.update_yaxes(title_text="probability", rangemode="tozero")
+    figure.update_xaxes(title_text="cache", tickangle=-35)
+    return figure
+
+
+def single_recovery(report: Report) -> dict[int, float]:
+    """Position -> what it recovers when it alone is swapped."""
+    return dict(zip(report.result.position.tolist(), report.result.single.recovery.tolist(), strict=True))
+
+
+def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
+    """All figures that the report has without asking the reader anything."""
+    return [figure(report, mode), answers(report, mode)]
+
+
+# The measures whose difference between two runs is shown first: paths of the result without indices
+COMPARED = ("effects.recovery", "single.recovery", "effects.prob_new", "effects.kl")
+ENTRY = Entry(
+    page="kv",
+    asks="How much of a prompt's keys and values must come from another for the answer to be the other's?",
+    formula=RECOVERY,
+    symbols=(RATIO, LOGITS, CLEAN, (r"s_\text{edited}", "the score on the edited cache", "logits")),
+    sources=(NOTES,),
+    controls=ORACLE + "Nothing swapped and everything swapped, which must give the clean runs bit for bit; as many "
+    "positions at random.",
+    not_shown="that a model needs what an edit replaces (see the knock-outs), or that keys and values that never "
+    "occurred together mean what they meant apart: recovery may be below 0 or above 1. The best positions are "
+    "chosen on the run that is shown, so they are an upper end. One scenario is an anecdote.",
+    example="--model smollm2-135m --scenario home-city --align split --json -",
+)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import widgets
+from engram_lab.lab.draw.figure import namer
+from engram_lab.lab.fronts.entry import ENGRAM, LOGIT_LENS, TUNED_LENS, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -123,3 +125,60 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
                     }
                     row |= {f"tuned_{key}": value for key, value in values.items()} if tuned else values
                 yield row
+
+
+def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
+    """All figures that the report has without asking the reader anything."""
+    from engram_lab.lab.fronts.lens_figures import difference_curve, lens_map, readings, settle_histogram
+
+    models, difference, drawn = report.result.models, report.result.difference, [figure(report, mode, handles)]
+    if difference is not None and difference.mean_kl is not None:
+        drawn.append(difference_curve(report, mode))
+    if report.config.detail and len(report.config.prompts) == 1:
+        for n, lens in enumerate(models):
+            for _, tuned in readings(lens):
+                drawn.append(lens_map(report, n, namer(lens.name, handles), mode, tuned=tuned))
+    return [*drawn, settle_histogram(report, mode)]
+
+
+# The measures whose difference between two runs is shown first: paths of the result without indices
+COMPARED = ("models.mean_kl", "models.kl", "models.tuned.mean_kl", "models.tuned.kl", "models.next_token_loss")
+ENTRY = Entry(
+    page="lens",
+    asks="What would each layer predict if it were the last, and from which layer on does the prediction stand?",
+    formula=(
+        r"\mathrm{KL}(p_\text{final} \,\|\, p_\text{layer}) = \sum_{v} p_\text{final}(v)\,"
+        r"\ln\frac{p_\text{final}(v)}{p_\text{layer}(v)}\ \text{nats},"
+        r"\qquad p_\text{layer} = \mathrm{softmax}\big(W_U\,\mathrm{norm}(h_\text{layer})\big)"
+        r"\ \text{or, tuned,}\ \mathrm{softmax}\big(W_U\,\mathrm{norm}"
+        r"(h_\text{layer} + A_\text{layer} h_\text{layer} + b_\text{layer})\big)"
+    ),
+    symbols=(
+        (r"h_\text{layer}", "the residual stream after a block; `embed` is before block 0", ""),
+        (r"\mathrm{norm},\ W_U", "the model's own final norm and output matrix", ""),
+        (r"p_\text{layer}", "the distribution of the next token, read at a layer, in float32", "probability"),
+        (r"p_\text{final}", "the model's own: that of the last layer", "probability"),
+        (r"A_\text{layer},\ b_\text{layer}", "the translator of the tuned lens, fitted for each layer", ""),
+        ("v", "a token of the vocabulary", ""),
+    ),
+    meaning=r"""
+$h_\text{layer}$ is the residual stream after the block (`embed`: before block 0), read through the model's own final
+norm and output matrix $W_U$, in float32. The last layer is the model's own prediction, so its KL is exactly 0.
+The **tuned lens** ([Belrose et al.](https://arxiv.org/abs/2303.08112)) puts an affine translator before that, one for
+each layer but the last: it starts at zero and is fitted to the least KL on other text (`engram-lab lens fit`). Where
+the logit lens is far off and the tuned lens near, the layer held the prediction in a basis of its own. KL is relative
+to the final prediction, so models of different **final entropy** are compared with care.
+**Entropy** is that of $p_\text{layer}$. **Settle depth** is the first layer from which on the top token stays the
+final one, counted from embed = 0. **Rank** counts the tokens with a larger logit, so 0 is the top. Means are over all
+positions but a leading special token, which stands for no text. 95 % intervals are percentiles of a bootstrap over
+texts, drawn whole; for a difference in pairs.
+""",
+    sources=(LOGIT_LENS, TUNED_LENS, ENGRAM),
+    controls="The last layer, whose logits are bit for bit the model's; the tuned lens, which tells a basis of its "
+    "own from a prediction that is not there yet; a twin at equal tokens, and one at equal held-out loss.",
+    not_shown="that later blocks use what a layer holds: a lens reads, it does not intervene. A small KL means "
+    "near to this model's own prediction, right or wrong. The raw lens reads each layer in the basis of the last "
+    "one, so that a lower curve need not be a deeper layer; a tuned lens may find what the model "
+    "itself does not use.",
+    example='--model engram-mini --against dense-mini --tuned --prompt "The capital of the United" --json -',
+)

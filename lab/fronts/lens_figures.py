@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import BELOW, fit_to_blocks, layer_axis, layer_curve, level, titled
 from engram_lab.lab.draw.tables import bounds, interval_of
-from engram_lab.lab.draw.theme import SEQUENTIAL, Mode
+from engram_lab.lab.draw.theme import PALETTES, SEQUENTIAL, Mode, translucent
 from engram_lab.lab.draw.token_map import ROW, ticks, token_map
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Report
@@ -78,11 +78,7 @@ def readings(lens: ModelLens) -> list[tuple[Reading, bool]]:
 
 def prompt_tokens(report: Report, index: int, prompt: int = 0) -> list[labels.Token]:
     """The tokens [pos] that model `index` got for one prompt."""
-    lens = report.result.models[index]
-    at = np.flatnonzero(lens.prompt_index == prompt)
-    ids, start, end = (field[at] for field in (lens.token_ids, lens.char_start, lens.char_end))
-    texts = [lens.token_texts[n] for n in at]
-    return labels.tokens_of(report.config.prompts[prompt], ids.tolist(), start.tolist(), end.tolist(), texts)
+    return labels.tokens_at(report.result.models[index], prompt, report.config.prompts)
 
 
 def _colours(report: Report, what: Measure, values: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
@@ -195,3 +191,75 @@ def difference_curve(report: Report, mode: Mode = "light") -> go.Figure:
     figure.update_yaxes(title_text="difference of mean KL, nats")
     fit_to_blocks(figure)
     return figure
+
+
+def settle_histogram(report: Report, mode: Mode = "light") -> go.Figure:
+    """At which layer the final top token takes the lead for good: share of positions by layer."""
+    models = report.result.models
+    shown = [
+        (n, lens, reading, tuned, labels.plotly(lens.name) + (", tuned lens" if tuned else ""))
+        for n, lens in enumerate(models)
+        for reading, tuned in readings(lens)
+    ]
+    means = ",<br>".join(
+        f"{labels.plotly(lens.name)} {lens.mean_settle_depth:.2f}"
+        + (f", tuned lens {lens.tuned.mean_settle_depth:.2f}" if lens.tuned else "")
+        for lens in models
+    )
+    figure = titled(
+        mode,
+        "Where the final top token takes the lead and keeps it",
+        f"mean settle depth, counted from embed = 0: {means}",
+        380,
+        legend=BELOW,
+        barmode="group",
+        bargap=0.25,
+    )
+    for n, lens, reading, tuned, whose in shown:
+        depths = reading.settle_depth[lens.counted]
+        counts = np.bincount(depths, minlength=len(lens.layer_names))
+        share = 100 * counts / max(len(depths), 1)
+        colour = PALETTES[mode].series[n]
+        figure.add_bar(
+            x=list(range(len(counts))),
+            y=share,
+            name=whose,
+            marker={"color": translucent(colour, 0.35) if tuned else colour, "line": {"color": colour, "width": 1}},
+            marker_pattern_shape="" if n == 0 else "/",
+            hovertext=[
+                f"<b>{whose}</b><br>settles at layer {name}<br>{count} of {len(depths)} positions, {part:.4g} %"
+                for name, count, part in zip(lens.layer_names, counts, share, strict=True)
+            ],
+            hoverinfo="text",
+        )
+    layer_axis(figure, max((lens.layer_names for lens in models), key=len))
+    figure.update_yaxes(title_text="share of positions, %", rangemode="tozero")
+    return figure
+
+
+def summary(report: Report) -> list[dict[str, str]]:
+    """Loss, final entropy and settle depth of each model and their difference; 95 % intervals in brackets."""
+    n_prompts = str(len(report.config.prompts))
+
+    def row(name: str, positions: str, source: Any, prefix: str, tuned: tuple[Any, str] | None) -> dict[str, str]:
+        found = {
+            "": name,
+            "texts": n_prompts,
+            "positions": positions,
+            "loss, nats a token": interval_of(source, f"{prefix}loss", digits=3),
+            "final entropy, nats": interval_of(source, f"{prefix}final_entropy", digits=3),
+            "settle depth, layers from embed": interval_of(source, f"{prefix}settle_depth", digits=3),
+        }
+        return found if tuned is None else found | {"settle depth, tuned lens": interval_of(*tuned, digits=3)}
+
+    rows = []
+    for lens in report.result.models:
+        tuned = None if lens.tuned is None else (lens.tuned, "mean_settle_depth")
+        rows.append(row(lens.name, str(int(lens.counted.sum())), lens, "mean_", tuned))
+    difference = report.result.difference
+    if difference is not None:
+        (a, b), at = report.result.models, report.result.aligned
+        pairs = int((a.counted[at.pos_a] & b.counted[at.pos_b]).sum())
+        tuned = None if a.tuned is None else (difference, "tuned_settle_depth")
+        rows.append(row("difference (paired)", f"{pairs} matched", difference, "", tuned))
+    return rows

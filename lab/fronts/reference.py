@@ -13,12 +13,13 @@ from engram_lab.lab.ask import flags
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import FRONTS, front
 from engram_lab.lab.fronts.entry import Entry
-from engram_lab.lab.fronts.reference_cache import CACHE
-from engram_lab.lab.fronts.reference_facts import FACTS
-from engram_lab.lab.fronts.reference_layers import LAYERS
 from engram_lab.probes.definitions import OF
 
-ENTRIES: dict[str, Entry] = {name: (LAYERS | CACHE | FACTS)[name] for name in FRONTS}
+
+def entry(probe: str) -> Entry:
+    """What the front of a probe says of it."""
+    made: Entry = front(probe).ENTRY
+    return made
 
 
 def definitions(probe: str) -> dict[str, str]:
@@ -33,11 +34,11 @@ def defined(probe: str) -> str:
 
 def shown(probe: str) -> tuple[str, str]:
     """(formula in LaTeX, Markdown) for the expander under a chart of this probe."""
-    entry = ENTRIES[probe]
-    meaning = entry.meaning.strip() or defined(probe)
+    of = entry(probe)
+    meaning = of.meaning.strip() or defined(probe)
     return (
-        entry.formula,
-        f"{meaning}\n\n**It does not show** {entry.not_shown}\n\n**Source**: {'; '.join(entry.sources)}.",
+        of.formula,
+        f"{meaning}\n\n**It does not show** {of.not_shown}\n\n**Source**: {'; '.join(of.sources)}.",
     )
 
 
@@ -56,4 +57,4 @@ def usage(probe: str) -> str:
 
 def command(probe: str) -> str:
     """The command of `Entry.example`."""
-    return f"engram-lab probe {probe} {ENTRIES[probe].example}"
+    return f"engram-lab probe {probe} {entry(probe).example}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import widgets
+from engram_lab.lab.fronts.entry import ENGRAM, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -149,3 +150,51 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
                     value = None if usage is None else float(getattr(usage, measure + end)[row.order - 2, row.head])
                     found[f"{name}_{measure}{end}"] = value
         yield found
+
+
+def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
+    """All figures that the report has without asking the reader anything."""
+    from engram_lab.lab.fronts.rows_figures import MEASURES, usage_bars
+
+    counted = [name for name in ("text", "training") if getattr(report.result, name) is not None]
+    return [figure(report, mode, handles), *(usage_bars(report, name, MEASURES[0], mode) for name in counted)]
+
+
+# The measures whose difference between two runs is shown first: paths of the result without indices
+COMPARED = ("text.coverage", "training.coverage", "text.load")
+ENTRY = Entry(
+    page="rows",
+    asks="Which rows does an n-gram read, who else reads them, and which tokens do they promote?",
+    formula=(
+        r"r_{n,k} = \Big(\bigoplus_{j<n} x_{t-j}\, m_j\Big) \bmod p_{n,k}, \qquad"
+        r"\text{says}(r) = W_U\,\frac{\gamma \odot W_V^{(n,k)}\,r}{\mathrm{rms}(h_\text{final})}, \qquad"
+        r"\mathbb{E}[\text{coverage}] = 1-\Big(1-\tfrac1M\Big)^{N}, \quad"
+        r"\mathbb{E}[\text{collisions}] = 1-\Big(1-\tfrac1M\Big)^{N-1}"
+    ),
+    symbols=(
+        ("n,\\ k", "order of the n-gram (2, 3, …) and head", ""),
+        ("x_t", "canonical id of the token at position $t$", ""),
+        ("m_j", "odd multiplier of the layer for the token $j$ before", ""),
+        ("p_{n,k}", "rows of a head, a prime", ""),
+        ("r", "a row: its number at the left, its vector where it says something", ""),
+        (r"W_V^{(n,k)}", "the head's slice of the value matrix", ""),
+        (r"\text{says}", "what the row adds to each token's logit, gate fully open", "logits"),
+        ("N,\\ M", "distinct n-grams of a text, rows of the head", ""),
+    ),
+    meaning=r"""
+$x$ are canonical ids, $m_j$ the layer's multipliers, $p$ the rows of a head. A row **says** what it adds to the logits
+on the direct path, through its slice of $W_V$, the final norm (weight $\gamma$, at its scale at this position) and
+$W_U$, with the gate fully open, less the mean over the vocabulary. **What came through** is the sum of all rows times
+the gate, without the convolution. What later blocks make of it is not in it. **Hits** count reads, one for each
+position whose n-gram addresses the row; **shared with** are the other distinct n-grams of the text that address it.
+For $N$ distinct n-grams and $M$ rows, **even hashing** lets each draw a row evenly and independently; the standard
+deviations are exact for that. **Spread** is the variance of the n-grams a row over their mean, 1 under even hashing.
+All heads of one order share one mix, so their deviations are not independent.
+""",
+    sources=(ENGRAM,),
+    controls="Even hashing, with its standard deviation; the counts over the training text beside yours.",
+    not_shown="what the model makes of a row: later blocks, the convolution and the gate of another prompt are not "
+    "in what it says. One row is one of many addends. That two n-grams share a row of one head does not mix them "
+    "up, as they hardly share those of the other heads.",
+    example='--model engram-mini --prompt "The president of the United" --layer 6 --json -',
+)

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import list_axis, titled
@@ -106,7 +105,7 @@ def usage_bars(report: Report, which: str, measure: Measure, mode: Mode = "light
         f"{what}: layer {report.result.layer}",
         f"over {about}, {usage.tokens:,} tokens",
         500,
-        make_subplots(rows=2, shared_xaxes=True, row_heights=[0.66, 0.34], vertical_spacing=0.08),
+        {"rows": 2, "shared_xaxes": True, "row_heights": [0.66, 0.34], "vertical_spacing": 0.08},
         bargap=0.25,
         margin={"l": 64, "r": 16, "t": 124, "b": 52},  # room for a legend in two lines
     )

@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import widgets
+from engram_lab.lab.draw import labels
+from engram_lab.lab.draw.figure import SYMBOLS, bars, level, list_axis, titled
+from engram_lab.lab.draw.tables import bounds, interval_of
+from engram_lab.lab.draw.theme import PALETTES
+from engram_lab.lab.fronts.entry import ENGRAM, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -124,13 +129,6 @@ def view(config: SensitivityConfig) -> View:
     return widgets.view("sensitivity", shown | {"controls": words, "at": at, "first_set": first}, brought)
 
 
-def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
-    """The change of the loss by set and condition."""
-    from engram_lab.lab.fronts.sensitivity_figures import changes
-
-    return changes(report, mode)
-
-
 def rows(report: Report) -> Iterator[dict[str, Any]]:
     """One row for each item and condition."""
     result = report.result
@@ -146,3 +144,105 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
                 "loss_nats": float(result.item_loss[c, n]),
                 "first_token_is_top": bool(result.item_top[c, n]),
             }
+
+
+def figure(report: Report, mode: Mode = "light", handles: Sequence[Handle] = ()) -> go.Figure:
+    """How much more a token costs under each condition than with the model as it is, by text set, with intervals."""
+    result, palette = report.result, PALETTES[mode]
+    conditions = list(result.conditions)[1:]
+    figure = titled(
+        mode,
+        "What the loss rises by without the memory, and where it does not",
+        f"{labels.plotly(report.config.models[0])}; bars: 95 % intervals over items; right of 0 the change hurts",
+        195 + 34 * len(conditions) * len(result.sets),
+        margin={"l": 40, "t": 125},  # the legend takes two lines where the window is narrow
+    )
+    for s, name in enumerate(result.sets):
+        offset = (s - (len(result.sets) - 1) / 2) * 0.22
+        mean, low, high = bounds(result, "change", (s, slice(1, None)))
+        figure.add_scatter(
+            x=mean,
+            y=[n + offset for n in range(len(conditions))],
+            error_x=bars(mean, low, high),
+            mode="markers",
+            marker={
+                "size": 10,
+                "symbol": SYMBOLS[s % len(SYMBOLS)],
+                "color": palette.series[s % len(palette.series)],
+            },
+            name=f"{labels.plotly(name)} ({int(result.n_items[s])} items)",
+            hovertext=[
+                f"<b>{labels.plotly(name)}</b>, {labels.plotly(condition)}<br>"
+                f"change {interval_of(result, 'change', (s, c + 1), 4)} nats a token<br>"
+                f"loss {result.loss[s, c + 1]:.4f}, as it is {result.loss[s, 0]:.4f}"
+                for c, condition in enumerate(conditions)
+            ],
+            hoverinfo="text",
+        )
+    level(figure, mode, x=0)
+    figure.update_xaxes(title_text="change of the loss, nats a token")
+    list_axis(figure, [labels.plotly(condition) for condition in conditions])
+    return figure
+
+
+def table(report: Report) -> list[dict[str, str]]:
+    """One row for each set and condition: loss, change, contrast to the first set, and how often it is right."""
+    result, rows = report.result, []
+    for s, name in enumerate(result.sets):
+        for c, condition in enumerate(result.conditions):
+            at = (s, c)
+            rows.append(
+                {
+                    "set": name,
+                    "condition": condition,
+                    "loss, nats a token": interval_of(result, "loss", at, 3),
+                    "change": interval_of(result, "change", at, 3) if c else "",
+                    f"{result.sets[0]} minus this": interval_of(result, "contrast", at, 3) if c and s else "",
+                    "first token right": "" if result.top[s, c] != result.top[s, c] else f"{result.top[s, c]:.1%}",
+                }
+            )
+    return rows
+
+
+def sentence(report: Report) -> str:
+    """What the first control says, in one sentence for each set after the first."""
+    result = report.result
+    first, condition = result.sets[0], result.conditions[1]
+    said = [f"With the memory {condition}, a token of {first} costs {result.change[0, 1]:+.2f} nats"]
+    for s in range(1, len(result.sets)):
+        low, high = result.contrast_low[s, 1], result.contrast_high[s, 1]
+        verdict = "more than" if low > 0 else "less than" if high < 0 else "about as much as"
+        said.append(f"{verdict} one of {result.sets[s]} ({result.change[s, 1]:+.2f})")
+    return ", ".join(said) + "."
+
+
+# The measures whose difference between two runs is shown first: paths of the result without indices
+COMPARED = ("change", "loss", "contrast", "top")
+ENTRY = Entry(
+    page="sensitivity",
+    asks="Which texts need the memory: facts, or what can be read off the page?",
+    formula=(
+        r"\mathrm{change} = \ell_\text{changed} - \ell_\text{as it is},"
+        r"\qquad \ell = -\tfrac1T\sum_t \ln p(x_t\mid x_{<t})"
+    ),
+    symbols=(
+        (r"\ell", "loss over the tokens that are scored", "nats a token"),
+        ("T", "their number: those of the answers, or all where a text has no answer", ""),
+        ("x_t", "a token of the text", ""),
+        (r"\mathrm{change}", "what the change of the memory costs; above 0 the memory is needed", "nats a token"),
+    ),
+    meaning=r"""
+$\ell$ runs over the tokens of the answers (over all tokens where a text has none), in nats a token. **Off** forces the
+gate to 0; **zeroed** rows give a value of 0 whatever the gate says, so the two have the same loss by construction.
+**Shuffled**: each head reads another row of its own table. **One row**: every n-gram reads the first row of its head.
+The **contrast** is the change on the first set minus that on another. 95 % intervals are percentiles of a bootstrap
+over items, each set by itself; for changes in pairs. With few items of one answer token each the intervals are wide.
+""",
+    sources=(ENGRAM,),
+    controls="Rows zeroed, which must cost what memory off does; rows shuffled and tables of one row; each memory "
+    "layer by itself; the dense twin on the same tokens.",
+    not_shown="how good a model without memory would be: this one was trained with it, and is deprived of it. A "
+    "set stands for its kind of text only as far as its items do, and nothing here says where in the tables a "
+    "fact is.",
+    example="--model engram-mini --against dense-mini --control off --control shuffled --json -",
+)

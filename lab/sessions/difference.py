@@ -15,30 +15,12 @@ import plotly.graph_objects as go
 
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import titled
-from engram_lab.lab.draw.theme import MONO, PALETTES, Mode
+from engram_lab.lab.draw.theme import MONO, PALETTES, Mode, diverging
+from engram_lab.lab.fronts import front
 from engram_lab.lab.sessions.compare import ENTRY, Field, fields
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Record, Report
 
-# What a probe is about, as patterns of paths without indices, the best first; what is not named comes after.
-BEST: dict[str, tuple[str, ...]] = {
-    "lens": ("models.mean_kl", "models.kl", "models.tuned.mean_kl", "models.tuned.kl", "models.next_token_loss"),
-    "gates": ("gate", "gate_mean", "mean_kl", "written_norm", "attribution.memory", "next_token_loss"),
-    "rows": ("text.coverage", "training.coverage", "text.load"),
-    "sensitivity": ("change", "loss", "contrast", "top"),
-    "cka": ("cka", "alignment_a", "lead", "biased"),
-    "kv swap": ("effects.recovery", "single.recovery", "effects.prob_new", "effects.kl"),
-    "kv map": ("recovery", "kl", "flip"),
-    "kv knockout": ("margin", "effects.recovery", "effects.prob_old", "effects.kl"),
-    "kv erratum": ("effects.recovery", "prob_third", "chain.margin", "chain.share"),
-    "kv reasoning": ("effects.recovery", "direct.recovery", "effects.prob_new", "tokens"),
-    "kv compose": ("kl", "cosine", "largest_difference", "timing.seconds"),
-    "kv set": ("mean", "recovery", "contrast"),
-    "facts check": ("facts.probability_after", "facts.top1_after", "paraphrases.probability_after", "gate_after"),
-    "facts layers": ("top1", "probability", "specificity", "gate_after", "loss"),
-    "facts density": ("top1", "probability", "fact_probability", "free"),
-    "facts alternatives": ("top1", "mean", "probability", "change", "kl"),
-}
 # Ends of intervals and spreads, of which a difference says little: offered last.
 _EDGES = ("_low", "_high", "_sd", "_p10", "_p90", "_expected")
 # Axis -> what names its entries, in the record of the array or one around it.
@@ -69,7 +51,7 @@ MOST_TICKS = 32
 def measures(a: Report, b: Report) -> list[str]:
     """Paths of the arrays whose difference can be drawn, what the probe is about first; LabError for two probes."""
     found = [own.path for own in fields(a, b) if own.reason is None and own.axes and own.axes != (ENTRY,)]
-    best = BEST[a.probe]
+    best = front(a.probe).COMPARED  # paths without indices, what the probe is about first; the others come after
 
     def place(path: str) -> tuple[int, int]:
         plain = re.sub(r"\[[^\]]*\]", "", path)
@@ -113,12 +95,6 @@ def scalars(a: Report, b: Report) -> pd.DataFrame:
             name = f"{own.path}[{n}]" if own.axes else own.path
             rows.append({"field": name, "A": one, "B": other, "B - A": other - one})
     return pd.DataFrame(rows, columns=["field", "A", "B", "B - A"])
-
-
-def diverging(mode: Mode) -> list[tuple[float, str]]:
-    """From below through no difference to above: blue and orange, which stay apart for colour-blind eyes."""
-    palette = PALETTES[mode]
-    return [(0.0, palette.series[0]), (0.5, palette.panel), (1.0, palette.series[1])]
 
 
 def difference(a: Report, b: Report, path: str, mode: Mode = "light") -> go.Figure:

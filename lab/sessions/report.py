@@ -24,8 +24,7 @@ from plotly.offline import get_plotlyjs
 
 from engram_lab.lab.draw import durations
 from engram_lab.lab.draw.theme import MONO, PALETTES, SANS
-from engram_lab.lab.fronts import FRONTS, export, front
-from engram_lab.lab.fronts.report_figures import figures_of
+from engram_lab.lab.fronts import FRONTS, export, figures, front
 from engram_lab.models.errors import LabError
 from engram_lab.probes import module_of
 from engram_lab.probes.base import Report, versions
@@ -177,7 +176,7 @@ def _figures(report: Report, handles: Sequence[Handle]) -> list[dict[str, Any]]:
             "light": _json(light),
             "dark": _json(dark),
         }
-        for light, dark in zip(figures_of(report, "light", handles), figures_of(report, "dark", handles), strict=True)
+        for light, dark in zip(figures(report, "light", handles), figures(report, "dark", handles), strict=True)
     ]
 
 

@@ -7,14 +7,14 @@ from typing import Literal
 import pytest
 from playwright.sync_api import Page, expect
 
-from engram_lab.lab.fronts.reference import ENTRIES
+from engram_lab.lab.fronts import FRONTS, reference
 from tests.browser.plots import LOOKS, fits, in_mode, settled
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 
 
 def test_every_formula_is_drawn(page: Page, address: str) -> None:
-    for probe, entry in ENTRIES.items():
+    for probe, entry in ((name, reference.entry(name)) for name in FRONTS):
         page.goto(f"{address}/reference?about={probe.replace(' ', '+')}", wait_until="commit")
         expect(page.get_by_role("heading", name=entry.asks)).to_be_visible()
         settled(page)

@@ -14,7 +14,7 @@ from streamlit.testing.v1 import AppTest
 from engram_lab.lab.app import runner
 from engram_lab.lab.ask import texts
 from engram_lab.lab.command import card
-from engram_lab.lab.fronts import lens_figures, lens_summaries
+from engram_lab.lab.fronts import lens_figures
 from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
@@ -170,7 +170,7 @@ def test_a_text_set(lens: AppTest, pair: list[Handle]) -> None:
     assert np.allclose(curve(at), report.result.models[0].mean_kl, atol=1e-5)
     (difference,) = [t for t in chart(at, "difference")["data"] if "markers" in t.get("mode", "")]
     assert np.allclose(numbers(difference["y"]), report.result.difference.mean_kl, atol=1e-5)
-    assert table(at, "texts").to_dict("records") == lens_summaries.summary(report)
+    assert table(at, "texts").to_dict("records") == lens_figures.summary(report)
     band = chart(at, "curves")["data"][0]["y"]
     for key, value in (("seed", 1), ("bootstrap", 200), ("texts", 2)):
         change(at, "number_input", key, value)

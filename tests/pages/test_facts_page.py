@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import texts
-from engram_lab.lab.fronts import facts_figures, front
+from engram_lab.lab.fronts import facts_check, front
 from engram_lab.models import listing
 from engram_lab.models.errors import DataError
 from engram_lab.models.handle import Handle, open_model
@@ -103,11 +103,11 @@ def test_write_and_read_what_it_did(handle: Handle) -> None:
     drawn = next(numbers(t["x"]) for t in chart(at, "recall")["data"] if t.get("name") == "after writing")
     np.testing.assert_allclose(drawn, [own.after for own in result.scores if own.n], atol=1e-6)
     checks = table(at, "left out")
-    assert list(checks["check"]) == [facts_figures.CHECKS[own.name] for own in result.locality.checks]
+    assert list(checks["check"]) == [facts_check.CHECKS[own.name] for own in result.locality.checks]
     for own, verdict, equal in zip(result.locality.checks, checks["bits"], checks["equal"], strict=True):
         assert equal.startswith(f"{own.equal} of {own.compared}")
         assert (verdict == "bits equal") == (0 < own.compared == own.equal), "green only where bits are equal"
-    assert facts_figures.addresses_sentence(report) in said(at)
+    assert facts_check.addresses_sentence(report) in said(at)
     # The command makes the same request but for the facts, which come from a file.
     args = [word for word in words(command(at)) if not word.startswith("--facts")]
     assert "--user=maya" in args and "--layer=2" in args and "--n-texts=3" in args

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from engram_lab.lab.app import runner
 from engram_lab.lab.ask import texts
 from engram_lab.lab.command import card
-from engram_lab.lab.fronts import gates_figures, gates_summaries
+from engram_lab.lab.fronts import gates_figures
 from engram_lab.lab.fronts.export import command_line
 from engram_lab.models import listing
 from engram_lab.models.handle import Handle
@@ -185,13 +185,13 @@ def test_a_text_set(page: AppTest, pair: list[Handle]) -> None:
     report = gates.run(pair[:1], config)
     assert command(at) == command_line("gates", config)
     assert np.allclose(numbers(chart(at, "histogram")["data"][0]["y"]), 100 * report.result.histogram[0])
-    assert table(at, "change of the loss").to_dict("records") == gates_summaries.control_rows(report)
+    assert table(at, "change of the loss").to_dict("records") == gates_figures.control_rows(report)
     highest, lowest = ngram_tables(at)
-    assert highest == [list(row.values()) for row in gates_summaries.ngram_rows(report, 1, 2, True)]
-    assert lowest == [list(row.values()) for row in gates_summaries.ngram_rows(report, 1, 2, False)]
+    assert highest == [list(row.values()) for row in gates_figures.ngram_rows(report, 1, 2, True)]
+    assert lowest == [list(row.values()) for row in gates_figures.ngram_rows(report, 1, 2, False)]
     assert highest != lowest
     change(at, "segmented_control", "order", 3)
-    assert ngram_tables(at)[0] == [list(row.values()) for row in gates_summaries.ngram_rows(report, 1, 3, True)]
+    assert ngram_tables(at)[0] == [list(row.values()) for row in gates_figures.ngram_rows(report, 1, 3, True)]
     change(at, "number_input", "min_count", 900)
     assert not ngram_tables(at) and sum("found so often" in c.value for c in at.caption) == 2
 

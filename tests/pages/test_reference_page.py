@@ -14,7 +14,6 @@ from streamlit.testing.v1 import AppTest
 from engram_lab.lab.command.main import build_parser
 from engram_lab.lab.fronts import FRONTS, front, reference
 from engram_lab.lab.fronts.entry import rows
-from engram_lab.lab.fronts.reference import ENTRIES
 from engram_lab.models.handle import open_model
 from engram_lab.pages import facts_writing
 from tests import memory_lab
@@ -43,17 +42,16 @@ def balanced(formula: str) -> bool:
     return depth == 0 and not any(sized.values())
 
 
-def test_every_probe_has_an_entry_in_the_order_of_help() -> None:
-    assert list(ENTRIES) == list(FRONTS)
-    for name, entry in ENTRIES.items():
+def test_every_probe_has_an_entry() -> None:
+    for name, entry in ((name, reference.entry(name)) for name in FRONTS):
         assert entry.asks.endswith("?") and entry.formula and entry.symbols and entry.sources and entry.controls, name
         assert entry.not_shown[0].islower() and entry.not_shown.endswith("."), "it goes on behind 'It does not show'"
         assert (PAGES / f"{entry.page}.py").exists()
 
 
-@pytest.mark.parametrize("probe", ENTRIES)
+@pytest.mark.parametrize("probe", FRONTS)
 def test_the_formula_is_whole(probe: str) -> None:
-    entry = ENTRIES[probe]
+    entry = reference.entry(probe)
     written = [entry.formula, *(symbol for symbol, _, _ in entry.symbols)]
     written += re.findall(r"\$([^$]+)\$", " ".join([entry.meaning, *(what for _, what, _ in entry.symbols)]))
     for latex in written:
@@ -75,7 +73,7 @@ def test_a_broken_formula_is_found() -> None:
     assert balanced(r"\{") and not balanced("{")
 
 
-@pytest.mark.parametrize("probe", ENTRIES)
+@pytest.mark.parametrize("probe", FRONTS)
 def test_the_command_is_one_that_the_lab_takes(probe: str) -> None:
     words = shlex.split(reference.command(probe))
     args = build_parser().parse_args(words[1:])
@@ -131,10 +129,10 @@ ASKED: dict[str, tuple[dict[str, str | list[str]], str]] = {
 }
 
 
-@pytest.mark.parametrize("probe", ENTRIES)
+@pytest.mark.parametrize("probe", FRONTS)
 def test_each_page_explains_its_probe(probe: str, small_lab: None) -> None:
     query, button = ASKED[probe]
-    at = clean(open_page(ENTRIES[probe].page, **query))
+    at = clean(open_page(reference.entry(probe).page, **query))
     if button:
         at.button(key=button).click().run()
     explained(at, probe)
@@ -143,7 +141,7 @@ def test_each_page_explains_its_probe(probe: str, small_lab: None) -> None:
 def test_the_reference_shows_every_entry(small_lab: None) -> None:
     at = clean(open_page("reference"))
     seen = set()
-    for probe, entry in ENTRIES.items():
+    for probe, entry in ((name, reference.entry(name)) for name in FRONTS):
         clean(at.selectbox(key="about").set_value(probe).run())
         (latex,) = at.latex
         assert same_latex(latex.value, entry.formula)

@@ -15,7 +15,6 @@ from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import flags
 from engram_lab.lab.ask.texts import held_out
 from engram_lab.lab.fronts import facts_alternatives as front
-from engram_lab.lab.fronts import facts_alternatives_figures as figures
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Report
@@ -121,28 +120,28 @@ def made(report: Report, rows: float) -> Report:
 
 
 def test_the_number_that_people_quote(report: Report) -> None:
-    first, second = figures.sentences(made(report, 0.01))
+    first, second = front.sentences(made(report, 0.01))
     assert first == (
         "LoRA, rank 2: the loss of an unrelated token moves by 0.5000 [0.5000, 0.5000] nats, "
         "50.0 [50.0, 50.0] times the rows."
     )
     assert second == "LoRA, rank 2 says more answers to triggers than the rows, by 0.25 [0.25, 0.25]."
-    assert figures.sentences(made(report, 0.0))[0].endswith("nats; with the rows by 0 exactly.")
-    row = figures.table(made(report, 0.0))[3]
+    assert front.sentences(made(report, 0.0))[0].endswith("nats; with the rows by 0 exactly.")
+    row = front.table(made(report, 0.0))[3]
     assert row["method"] == "LoRA, rank 2" and row["times the rows"] == ""
     assert row["unrelated: |change|, nats a token"].startswith("0.5000")
-    rows = figures.table(made(report, 0.0))[2]
+    rows = front.table(made(report, 0.0))[2]
     assert rows["unrelated: |change|, nats a token"] == rows["KL, nats"] == "0 exactly"
-    assert figures.table(made(report, 0.01))[3]["times the rows"] == "50.0 [50.0, 50.0]"
+    assert front.table(made(report, 0.01))[3]["times the rows"] == "50.0 [50.0, 50.0]"
 
 
 def test_the_table_tells_what_it_costs(report: Report) -> None:
-    rows = {row["method"]: row for row in figures.table(report)}
+    rows = {row["method"]: row for row in front.table(report)}
     assert rows["facts in the prompt"]["bytes"] == str(int(report.result.bytes[-2]))
     assert rows["nothing"]["seconds to write"] == ""
     lora = report.result.methods.index("LoRA, rank 2")
     assert float(rows["LoRA, rank 2"]["seconds to write"]) == pytest.approx(report.result.seconds[lora], rel=0.05)
     fast = dataclasses.replace(report.result, seconds=np.full(len(report.result.methods), 0.00046))
-    assert figures.table(dataclasses.replace(report, result=fast))[lora]["seconds to write"] == "0.00046"
+    assert front.table(dataclasses.replace(report, result=fast))[lora]["seconds to write"] == "0.00046"
     assert rows["nothing"]["positions changed"].startswith("0 of ")
     assert int(rows["facts in the prompt"]["tokens before a prompt"]) > 10

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.theme import Mode
-from engram_lab.lab.fronts import front, gates_figures, gates_summaries
+from engram_lab.lab.fronts import front, gates_figures
 from engram_lab.lab.fronts.export import command_line, csv_text, python
 from engram_lab.lab.fronts.gates_figures import GATE, KNOCK_OUT, KNOCK_OUT_LOG_PROB, RATIO, SHOWN, WRITTEN
 from engram_lab.models.errors import LabError
@@ -155,7 +155,7 @@ def contrast(back: str, ink: str) -> float:
 
 def test_attribution_bars_add_up(report: Report) -> None:
     said = report.result.attribution
-    figure = gates_summaries.attribution_bars(report, 6)
+    figure = gates_figures.attribution_bars(report, 6)
     bars = np.concatenate([trace.y for trace in figure.data])
     assert bars.sum() == pytest.approx(said.logit[6], abs=1e-5)
     assert len(bars) == said.memory[..., 6].size + 1 + 3 + 1
@@ -169,18 +169,18 @@ def test_attribution_bars_add_up(report: Report) -> None:
 
 
 def test_the_lens_with_and_without(report: Report, set_report: Report) -> None:
-    figure = gates_summaries.lens_curves(report, report.result.controls[1])
+    figure = gates_figures.lens_curves(report, report.result.controls[1])
     as_it_is, off = (t for t in figure.data if t.mode == "lines+markers")
     np.testing.assert_allclose(as_it_is.y, report.result.mean_kl)
     np.testing.assert_allclose(off.y, report.result.controls[1].mean_kl)
     assert "memory off, layer 1" in figure.layout.title.text
     with pytest.raises(LabError, match="no lens curves"):
-        gates_summaries.lens_curves(set_report, set_report.result.controls[0])
+        gates_figures.lens_curves(set_report, set_report.result.controls[0])
 
 
 def test_the_histogram_and_its_intervals(set_report: Report) -> None:
     result = set_report.result
-    figure = gates_summaries.histogram(set_report)
+    figure = gates_figures.histogram(set_report)
     (bars,) = figure.data
     gates_ = result.gate[0, 0, result.counted]
     np.testing.assert_allclose(bars.y, 100 * np.histogram(gates_, 20, (0, 1))[0] / len(gates_))
@@ -191,7 +191,7 @@ def test_the_histogram_and_its_intervals(set_report: Report) -> None:
 
 def test_tables(report: Report, set_report: Report) -> None:
     result = set_report.result
-    rows = gates_summaries.control_rows(set_report)
+    rows = gates_figures.control_rows(set_report)
     assert [row[""] for row in rows] == ["as it is", "rows shuffled", "rows zeroed"]
     shuffled = result.controls[0]
     assert rows[1]["change of the loss"] == (
@@ -199,13 +199,13 @@ def test_tables(report: Report, set_report: Report) -> None:
     )
     assert rows[1]["rank correlation, layer 1"] == f"{shuffled.rank_correlation[0, 0]:.2f}"
     assert rows[2]["rank correlation, layer 1"] == "–" and rows[2]["gate, layer 1"] == "0.500"
-    assert gates_summaries.control_rows(report)[2][""] == "memory off, layer 1"
-    highest, lowest = (gates_summaries.ngram_rows(set_report, 1, 2, h) for h in (True, False))
+    assert gates_figures.control_rows(report)[2][""] == "memory off, layer 1"
+    highest, lowest = (gates_figures.ngram_rows(set_report, 1, 2, h) for h in (True, False))
     assert len(highest) > 1 and highest[0]["mean gate"] >= highest[-1]["mean gate"] >= lowest[0]["mean gate"]
     assert {row["as found"] for row in highest} == {
         labels.label(own.example.encode()) for own in result.highest if own.order == 2
     }
-    assert not gates_summaries.ngram_rows(set_report, 6, 2, True)
+    assert not gates_figures.ngram_rows(set_report, 6, 2, True)
 
 
 def parsed(flags: list[str]) -> argparse.Namespace:

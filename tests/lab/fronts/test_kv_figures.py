@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from engram_lab.lab.draw import cache, labels
-from engram_lab.lab.fronts import kv_figures, kv_set_figures
+from engram_lab.lab.fronts import kv_knockout, kv_map, kv_set, kv_swap
 from engram_lab.probes.base import Report
 from engram_lab.probes.kv import knockout, swap
-from engram_lab.probes.kv import map as kv_map
-from engram_lab.probes.kv import set as kv_set
+from engram_lab.probes.kv import map as kv_map_probe
+from engram_lab.probes.kv import set as kv_set_probe
 from tests.probes.kv.tiny import RIVER, opened, right
 
 
@@ -29,15 +29,15 @@ def reports() -> dict[str, Report]:
     return {
         "swap": swap.run([handle], swap.SwapConfig(names, good, draws=4)),
         "wrong": swap.run([handle], swap.SwapConfig(names, wrong, "k", (1,), random=())),
-        "map": kv_map.run([handle], kv_map.MapConfig(names, good, 2)),
+        "map": kv_map_probe.run([handle], kv_map_probe.MapConfig(names, good, 2)),
         "knockout": knockout.run([handle], knockout.KnockoutConfig(names, good)),
-        "set": kv_set.run([handle], kv_set.SetConfig(names, (good, *others, refused), bootstrap=50)),
+        "set": kv_set_probe.run([handle], kv_set_probe.SetConfig(names, (good, *others, refused), bootstrap=50)),
     }
 
 
 def test_the_ladder_has_every_step_and_the_controls_spread(reports: dict[str, Report]) -> None:
     result = reports["swap"].result
-    figure = kv_figures.ladder(reports["swap"])
+    figure = kv_swap.figure(reports["swap"])
     drawn = {x: y for bar in figure.data for x, y in zip(bar.x, bar.y, strict=True)}
     for name, recovery, draw in zip(result.names, result.effects.recovery, result.draw, strict=True):
         if draw < 0:
@@ -47,17 +47,17 @@ def test_the_ladder_has_every_step_and_the_controls_spread(reports: dict[str, Re
     np.testing.assert_allclose(control.y + np.array(control.error_y.array), result.random_high)
     np.testing.assert_allclose(control.y - np.array(control.error_y.arrayminus), result.random_low)
     assert [n.split()[0] for n in drawn] == ["the", "all", *["last"] * 4, *["best"] * 4, *["random"] * 4, "all", "none"]
-    wrong = kv_figures.ladder(reports["wrong"], "dark")
+    wrong = kv_swap.figure(reports["wrong"], "dark")
     assert "no claim" in wrong.layout.title.subtitle.text and "K alone of layers 1" in wrong.layout.title.subtitle.text
     assert "no claim" not in figure.layout.title.subtitle.text
-    table = kv_figures.ladder_table(reports["swap"])
+    table = kv_swap.ladder_table(reports["swap"])
     assert len(table) == len(drawn) and table[0]["recovery"] == f"{result.effects.recovery[0]:.3f}"
     assert table[10]["recovery"].startswith(f"{result.random_mean[0]:.3f} (")
 
 
 def test_answers_run_from_one_clean_prompt_to_the_other(reports: dict[str, Report]) -> None:
     result = reports["swap"].result
-    old, new = kv_figures.answers(reports["swap"]).data
+    old, new = kv_swap.answers(reports["swap"]).data
     assert old.x[0] == "clean, old prompt" and old.x[-1] == "clean, new prompt"
     assert (old.y[0], old.y[-1]) == result.oracle.prob_old and (new.y[0], new.y[-1]) == result.oracle.prob_new
     assert old.y[1] == result.effects.prob_old[0] and f"id {result.pair.answer_ids[1]}" in new.name
@@ -65,18 +65,20 @@ def test_answers_run_from_one_clean_prompt_to_the_other(reports: dict[str, Repor
 
 def test_the_map_and_its_columns(reports: dict[str, Report]) -> None:
     result = reports["map"].result
-    figure = kv_figures.recovery_map(reports["map"])
+    figure = kv_map.figure(reports["map"])
     np.testing.assert_array_equal(figure.data[0].z, result.recovery)
     assert figure.layout.xaxis.ticktext[4] == "·capital 4" and len(figure.layout.xaxis.ticktext) == 17
     assert (figure.layout.shapes[0].x0, figure.layout.shapes[0].x1) == (3.5, 4.5)
     assert list(figure.layout.yaxis.ticktext) == ["0 to 1", "2"]
-    assert f"recovery {result.recovery[1, 4]:.5f}" in figure.data[0].hovertext[1][4]
-    assert "the same here" in figure.data[0].hovertext[0][1]
+    cells, pair = figure.data[1], result.pair  # squares on the cells, row by row, which report clicks
+    assert (cells.x[pair.n_editable + 4], cells.y[pair.n_editable + 4]) == (4, 1)
+    assert f"recovery {result.recovery[1, 4]:.5f}" in cells.hovertext[pair.n_editable + 4]
+    assert "the same here" in cells.hovertext[1]
 
 
 def test_the_prompt_in_place(reports: dict[str, Report]) -> None:
     result = reports["swap"].result
-    alone = kv_figures.single_recovery(reports["swap"])
+    alone = kv_swap.single_recovery(reports["swap"])
     text = cache.prompt_chips(result.pair, alone)
     chips = re.findall(r'<span class="([^"]*)" role="listitem" style="([^"]*)" title="([^"]*)">(.*?)</span>', text)
     assert len(chips) == result.pair.n_tokens
@@ -87,13 +89,13 @@ def test_the_prompt_in_place(reports: dict[str, Report]) -> None:
     assert shades[4] == pytest.approx(min(abs(alone[4]), 1) * 0.85, abs=1e-3)
     assert "".join(chip[3] for chip in chips[1:]) == labels.label(result.pair.text_old.encode())
     assert "·river" in cache.prompt_chips(result.pair, None, "dark", new=True)
-    best = kv_figures.single_recovery(reports["map"])
+    best = kv_map.single_recovery(reports["map"])
     assert best[4] == reports["map"].result.recovery[:, 4].max() and 1 not in best
 
 
 def test_knock_outs_hollow_where_the_answer_is_lost(reports: dict[str, Report]) -> None:
     result = reports["knockout"].result
-    figure = kv_figures.knockouts(reports["knockout"])
+    figure = kv_knockout.figure(reports["knockout"])
     points = {
         (trace.name, x, symbol.endswith("-open"))
         for trace in figure.data
@@ -107,13 +109,13 @@ def test_knock_outs_hollow_where_the_answer_is_lost(reports: dict[str, Report]) 
 
 def test_the_set_by_kind(reports: dict[str, Report]) -> None:
     result = reports["set"].result
-    figure = kv_set_figures.by_kind(reports["set"])
+    figure = kv_set.figure(reports["set"])
     field, behind, _ = figure.data
     np.testing.assert_array_equal(field.x, result.mean[:, 0])
     np.testing.assert_allclose(behind.x + np.array(behind.error_x.array), result.mean_high[:, 1])
     assert list(figure.layout.yaxis.ticktext)[1] == "&#36;x&#36; &lt;b&gt; (3)"
-    table = kv_set_figures.kind_table(reports["set"])
+    table = kv_set.kind_table(reports["set"])
     assert [row["answered right"] for row in table] == ["1", "3", "0", "4"] and table[2]["field alone"] == "–"
     assert table[0]["field alone"] == f"{result.mean[0, 0]:.2f}" and "[" in table[1]["field alone"]
-    rows = kv_set_figures.scenario_table(reports["set"])
+    rows = kv_set.scenario_table(reports["set"])
     assert rows[4]["counts"] == "no" and "different numbers of tokens" in rows[4]["why not"]

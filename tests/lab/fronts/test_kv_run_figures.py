@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from engram_lab.lab.fronts import kv_compose, kv_erratum, kv_reasoning
-from engram_lab.lab.fronts import kv_run_figures as figures
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Report
 from engram_lab.probes.kv import compose as compose_probe
@@ -84,42 +83,42 @@ def test_rows_are_tidy_and_hold_the_figures(reports: dict[str, Report]) -> None:
 
 def test_errata_and_their_timeline(reports: dict[str, Report]) -> None:
     result = reports["erratum"].result
-    old, new, third = figures.errata(reports["erratum"]).data
+    old, new, third = kv_erratum.figure(reports["erratum"]).data
     assert (old.y[0], old.y[-1]) == result.oracle.prob_old and new.y[2] == result.effects.prob_new[1]
     np.testing.assert_array_equal(third.y[1:-1], result.prob_third)
     assert old.x[2] == "the correction" and "the river" in old.hovertext[2]
-    lines = figures.timeline(reports["erratum"], "dark").data
+    lines = kv_erratum.timeline(reports["erratum"], "dark").data
     for p, line in enumerate(lines):
         np.testing.assert_array_equal(line.y, result.chain.computed[p].cumsum())
         for n, symbol in enumerate(line.marker.symbol):
             assert symbol.startswith("square") == result.chain.anew[p, n]
             assert symbol.endswith("open") == (not result.chain.right[p, n])
-    assert figures.timeline(reports["single"]) is None
-    table = figures.errata_table(reports["erratum"])
+    assert kv_erratum.timeline(reports["single"]) is None
+    table = kv_erratum.errata_table(reports["erratum"])
     assert table[1]["tokens computed"] == str(result.computed[1]) and table[3]["due"] == "third"
 
 
 def test_reasoning_lines_and_texts(reports: dict[str, Report]) -> None:
     report = reports["reasoning"]
-    lines = figures.reasoning(report).data
+    lines = kv_reasoning.figure(report).data
     assert len(lines) == 3 and list(lines[1].x) == ["0", "2"]
     np.testing.assert_array_equal(lines[1].y, report.result.effects.score[[1, 4]])
-    assert figures.reasoning_table(report)[4]["written"] == report.result.texts[4]
+    assert kv_reasoning.reasoning_table(report)[4]["written"] == report.result.texts[4]
 
 
 def test_composition_curves(reports: dict[str, Report]) -> None:
     report = reports["compose"]
-    result, lines = report.result, figures.compose(report).data
+    result, lines = report.result, kv_compose.figure(report).data
     assert len(lines) == 4 and list(lines[0].x) == ["K = 0", "K = 2", "K = 8", "K = all"]
     np.testing.assert_array_equal(lines[0].y, result.cosine[:4])
     assert list(lines[1].x) == ["K = 0", "K = 2", "K = all"] and list(lines[3].x) == ["not rotated", "no block"]
-    times = figures.compose_times(report, "dark").data
+    times = kv_compose.compose_times(report, "dark").data
     order = np.argsort(result.lengths)
     np.testing.assert_allclose(times[0].y, result.timing.full[order] * 1000)
     assert len(times) == 5 and times[2].y[0] == pytest.approx(
         result.timing.seconds[result.block_length.tolist().index(5)] * 1000
     )
-    assert figures.compose_times(reports["untimed"]) is None
-    assert len(figures.compose_table(report)) == len(result.names)
+    assert kv_compose.compose_times(reports["untimed"]) is None
+    assert len(kv_compose.compose_table(report)) == len(result.names)
     plain = dataclasses.replace(report, config=dataclasses.replace(report.config, answers=()))
-    assert figures.compose_table(plain)[0]["decision"] == ""
+    assert kv_compose.compose_table(plain)[0]["decision"] == ""

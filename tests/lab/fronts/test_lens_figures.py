@@ -15,7 +15,7 @@ import pytest
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw import training as training_figures
 from engram_lab.lab.draw.theme import PALETTES, Mode
-from engram_lab.lab.fronts import front, lens_figures, lens_summaries
+from engram_lab.lab.fronts import front, lens_figures
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.probes import lens as lens_probe
@@ -152,7 +152,7 @@ def test_map_of_512_tokens_is_fast(long_report: Report, pair: list[Handle]) -> N
 
 
 def test_settle_histogram_counts_positions(report: Report) -> None:
-    figure = lens_summaries.settle_histogram(report)
+    figure = lens_figures.settle_histogram(report)
     for lens, bar in zip(report.result.models, figure.data, strict=True):
         final = lens.top_ids[-1, :, 0]
         first = [
@@ -200,12 +200,12 @@ def test_both_lenses_are_drawn_and_told_apart(both: tuple[Report, Report], pair:
     a, b = several.result.models
     trace = lines(lens_figures.difference_curve(several))["difference, tuned lens"]
     assert np.allclose(trace.y, a.tuned.mean_kl - b.tuned.mean_kl, atol=1e-6)
-    bars = lens_summaries.settle_histogram(several).data
+    bars = lens_figures.settle_histogram(several).data
     assert [bar.name for bar in bars] == list(drawn)
     for lens, bar in zip((a, b), bars[1::2], strict=True):
         depths = lens.tuned.settle_depth[lens.counted]
         assert np.allclose(bar.y, [100 * np.mean(depths == d) for d in range(4)])
-    row = lens_summaries.summary(several)[2]
+    row = lens_figures.summary(several)[2]
     assert row["settle depth, tuned lens"].startswith(f"{a.tuned.mean_settle_depth - b.tuned.mean_settle_depth:.3f} [")
     assert row["final entropy, nats"].startswith(f"{a.mean_final_entropy - b.mean_final_entropy:.3f} [")
     lens = one.result.models[0]
@@ -238,7 +238,7 @@ def test_difference_of_unequal_depths_is_refused(report: Report, pair: list[Hand
 
 
 def test_summary_has_the_intervals(set_report: Report) -> None:
-    rows = lens_summaries.summary(set_report)
+    rows = lens_figures.summary(set_report)
     assert [row[""] for row in rows] == ["engram-mini", "dense-mini", "difference (paired)"]
     lens = set_report.result.models[0]
     assert rows[0]["loss, nats a token"].startswith(f"{lens.mean_loss:.3f} [{lens.mean_loss_low:.3f}, ")
@@ -249,7 +249,7 @@ def every_figure(report: Report, set_report: Report, pair: list[Handle], mode: M
         lens_figures.lens_curves(report, mode),
         lens_figures.lens_curves(set_report, mode),
         lens_figures.lens_map(report, 0, name_of(pair[0]), mode),
-        lens_summaries.settle_histogram(report, mode),
+        lens_figures.settle_histogram(report, mode),
         lens_figures.difference_curve(set_report, mode),
         training_figures.loss_over_training(CARDS, mode),
         training_figures.lens_over_training("engram-mini", CARDS["engram-mini"], mode),

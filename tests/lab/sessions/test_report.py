@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from engram_lab.lab.fronts import front, report_figures
+from engram_lab.lab.fronts import figures as figures_of
+from engram_lab.lab.fronts import front
 from engram_lab.lab.sessions import Store, open_store
 from engram_lab.lab.sessions import report as report_html
 from engram_lab.lab.sessions.report import html_report, markdown
@@ -95,9 +96,7 @@ def test_the_page_holds_the_session(store: Store, report: Report, set_report: Re
         light["layout"]["template"]["layout"]["paper_bgcolor"] != dark["layout"]["template"]["layout"]["paper_bgcolor"]
     )
     titles = [light["layout"]["title"]["text"] for light, _ in drawn]
-    assert len(titles) == len(report_figures.figures_of(report, "light", pair)) + len(
-        report_figures.figures_of(set_report, "light", pair)
-    )
+    assert len(titles) == len(figures_of(report, "light", pair)) + len(figures_of(set_report, "light", pair))
     assert sum("at each layer and position" in title for title in titles) == 2, "a map for each model"
 
 
