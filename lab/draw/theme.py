@@ -62,11 +62,13 @@ def translucent(colour: str, alpha: float) -> str:
     return f"rgba({red},{green},{blue},{alpha})"
 
 
-def diverging(mode: Mode, below: int = 0, above: int = 1) -> list[tuple[float, str]]:
+def diverging(mode: Mode, below: int = 0, above: int = 1) -> list[list[Any]]:
     """A colour scale with no difference in the middle; the series at its ends stay apart for colour-blind eyes."""
     palette = PALETTES[mode]
     ends = (palette.series[below], palette.panel, palette.series[above])
-    return [(n / 2, f"rgb({', '.join(map(str, _channels(colour)))})") for n, colour in enumerate(ends)]
+    return [
+        [n / 2, f"rgb({', '.join(map(str, _channels(colour)))})"] for n, colour in enumerate(ends)
+    ]  # as lists Plotly samples it
 
 
 def ink_on(colour: str) -> str:

@@ -132,8 +132,7 @@ def view(config: GatesConfig) -> View:
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:
     """The gates at each position of one prompt, or their distribution over a text set."""
-    from engram_lab.lab.fronts.gates_figures import gate_map
-    from engram_lab.lab.fronts.gates_summaries import histogram
+    from engram_lab.lab.fronts.gates_figures import gate_map, histogram
 
     if report.config.detail and len(report.config.prompts) == 1:
         return gate_map(report, mode)
