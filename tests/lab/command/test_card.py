@@ -1,4 +1,4 @@
-"""The card: tables that read right, and a README that says what the shipped cards say."""
+"""The card: tables that read right, and a FINDINGS.md that says what the shipped cards say."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 def test_the_readme_has_the_figures_of_the_shipped_cards() -> None:
     found = card.cards()
     assert list(found) == list(card.NAMES)
-    assert card.training_table(found) in (ROOT / "README.md").read_text()
+    assert card.training_table(found) in (ROOT / "FINDINGS.md").read_text()
     size = sum(f.stat().st_size for name in found for f in (card.MODELS / name).iterdir())
     assert size <= 64e6
     tokens = [c["tokens"] for c in found.values()]
