@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,7 +49,15 @@ def end(process: subprocess.Popen[str], patience: float = 30) -> int:
         return process.wait()
 
 
-def chromium() -> str | None:
-    """A Chromium or Chrome on this machine."""
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-    return next((path for name in names if (path := shutil.which(name))), None)
+@contextmanager
+def serving(*options: str, **environment: str) -> Iterator[tuple[str, int]]:
+    """(host:port, process id) of a lab of its own, by its own command, once it says where it runs."""
+    command = [sys.executable, "-m", "engram_lab.lab", "app", "--port", "0", *options]
+    server = start(command, env=environment)
+    try:
+        assert server.stdout is not None
+        line = next((line for line in server.stdout if "http://" in line), "")
+        assert line, f"the app ended with {server.wait()}"
+        yield line.split()[4].partition("//")[2], server.pid
+    finally:
+        end(server)

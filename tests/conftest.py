@@ -9,6 +9,7 @@ from tests.children import hear_signals
 
 hear_signals()
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: sums as the apps that tests start have them
 os.environ["ENGRAM_LAB_CACHE"] = os.path.join(tempfile.gettempdir(), "engram-lab-no-cache")
 os.environ.pop("ENGRAM_LAB_STORE", None)
 pytest_plugins = ["tests.tiny_lab"]

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import streamlit as st
 import torch
 from transformers import PreTrainedTokenizerFast
 
@@ -85,4 +84,3 @@ def served(models: Path) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(listing, "SHIPPED", models)
         patch.setattr(card, "MODELS", models)
         yield patch
-    st.cache_resource.clear()

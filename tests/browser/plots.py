@@ -18,7 +18,7 @@ LOOKS = [("dark", 800), *([("dark", 1400), ("light", 800)] if FULL else [])]
 
 READ = """title => {
   const found = [...document.querySelectorAll('.js-plotly-plot')].find(
-    plot => plot.layout && plot.layout.title && plot.layout.title.text.includes(title));
+    plot => plot._fullData && plot.layout?.title && plot.layout.title.text.includes(title));
   if (!found) return null;
   return found._fullData.map(trace => ({
     name: trace.name, mode: trace.mode, type: trace.type,
@@ -35,18 +35,23 @@ def settled(page: Page) -> None:
 
 def drawn(page: Page, title: str) -> list[dict[str, Any]]:
     """The traces of the figure with this title, as Plotly has them in the page."""
-    page.wait_for_function(f"title => ({READ})(title) !== null", arg=title)
-    traces: list[dict[str, Any]] = page.evaluate(READ, title)
-    return traces
+    return redrawn(page, title, "")
 
 
 def redrawn(page: Page, title: str, before: str) -> list[dict[str, Any]]:
-    """The traces once they are no longer those of before; the script may have ended a moment earlier."""
-    deadline = time.monotonic() + PATIENCE_MS / 1000
-    while json.dumps(traces := drawn(page, title)) == before:
-        assert time.monotonic() < deadline, f"the figure with {title!r} stayed as it was"
+    """The traces once they are no longer those of before; the script may have ended a moment earlier.
+
+    A figure is drawn in steps, and on a busy machine one can look in between: two looks have to agree.
+    """
+    deadline, last = time.monotonic() + PATIENCE_MS / 1000, None
+    while True:
+        traces: list[dict[str, Any]] | None = page.evaluate(READ, title)
+        whole = bool(traces) and all(trace["z"] for trace in traces if trace["type"] == "heatmap")
+        if traces and whole and traces == last and json.dumps(traces) != before:
+            return traces
+        assert time.monotonic() < deadline, f"the figure with {title!r} is not drawn, or stayed as it was: {traces}"
+        last = traces
         page.wait_for_timeout(100)
-    return traces
 
 
 def type_prompt(page: Page, prompt: str) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import ROOT
 from tests.browser.plots import drawn, settled
+from tests.children import ROOT
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
 

@@ -18,10 +18,11 @@ import psutil
 import pytest
 
 from engram_lab.lab.ask import texts
-from tests.crowd.visitor import PATIENCE, Visitor, serving
+from tests.children import serving
+from tests.crowd.visitor import PATIENCE, Visitor
 from tests.full import FULL
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 PEOPLE = 8
 EACH = 25 if FULL else 3  # requests
@@ -131,12 +132,13 @@ class Resident:
             self.curve.append(round(self._process.memory_info().rss / 1e6, 1))
 
     def at_rest(self, name: str) -> None:
-        """Look while nobody is at work; in full once those who left are forgotten, for whom Streamlit waits a while."""
-        if FULL:
-            time.sleep(FORGOTTEN)
-            for _ in range(2):  # it forgets at the next one who leaves
-                with Visitor(self._address) as other:
-                    other.go("start").done()
+        """Look while nobody is at work, once those who left are forgotten, for whom Streamlit waits a while."""
+        if not FULL:
+            return
+        time.sleep(FORGOTTEN)
+        for _ in range(2):  # it forgets at the next one who leaves
+            with Visitor(self._address) as other:
+                other.go("start").done()
         time.sleep(4.0)  # then what has ended is put away
         self.at[name] = self._process.memory_info().rss / 1e6
 
@@ -197,10 +199,10 @@ def strangers(words: Sequence[str], received: Sequence[bytes]) -> list[str]:
 
 def test_many_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
     alone = [Seen() for _ in range(PEOPLE)]
-    with serving(tmp_path / "alone") as (address, _):
+    with serving(ENGRAM_LAB_DATA=str(tmp_path / "alone")) as (address, _):
         for person in range(PEOPLE):
             visit(address, person, None, alone[person], None)
-    with serving(tmp_path / "crowd") as (address, pid):
+    with serving(ENGRAM_LAB_DATA=str(tmp_path / "crowd")) as (address, pid):
         began = time.monotonic()
         together, resident = crowd(address, pid)
         seconds = time.monotonic() - began
@@ -231,7 +233,7 @@ def test_many_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with serving(tmp_path_factory.mktemp("lab")) as (where, _):
+    with serving(ENGRAM_LAB_DATA=str(tmp_path_factory.mktemp("lab"))) as (where, _):
         yield where
 
 
@@ -247,7 +249,7 @@ def write(visitor: Visitor, name: str, steps: int) -> None:
 
 def test_two_people_write_facts_into_one_model(address: str, tmp_path: Path) -> None:
     alone = []
-    with serving(tmp_path / "alone") as (other, _):
+    with serving(ENGRAM_LAB_DATA=str(tmp_path / "alone")) as (other, _):
         for steps, name in enumerate(USERS, 1):
             with Visitor(other) as visitor:
                 write(visitor, name, steps)

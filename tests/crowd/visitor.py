@@ -5,14 +5,9 @@ It keeps the page as a browser would, by the paths that the server gives, and se
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlencode
@@ -24,37 +19,9 @@ from streamlit.proto.WidgetStates_pb2 import WidgetState
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
-ROOT = Path(__file__).parents[2]
-QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 PATIENCE = 240.0  # seconds: for a busy machine
 # Ids drawn anew by each server, which a browser follows and nobody sees.
 _DRAWN = {"download_button": ("url", "deferred_file_id")}
-
-
-@contextmanager
-def serving(folder: Path, *options: str, **environment: str) -> Iterator[tuple[str, int]]:
-    """(host:port, process id) of a lab of its own, by its own command; its data is in `folder`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "engram_lab.lab", "app", "--port", str(port), *options],
-        cwd=ROOT,
-        env={**os.environ, **QUIET, "ENGRAM_LAB_DATA": str(folder), **environment},
-        stdout=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    try:
-        assert server.stdout is not None
-        line = next((line for line in server.stdout if "http://" in line), "")
-        assert line, f"the app ended with {server.wait()}"
-        yield f"127.0.0.1:{port}", server.pid
-    finally:
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
 
 
 class Visitor:

@@ -17,11 +17,16 @@ APP = Path(runner.__file__).with_name("entry.py")
 PAGES = APP.parents[2] / "pages"
 
 
-def open_page(name: str, **query: str | list[str]) -> AppTest:
-    """A page as it opens, or by a link with this query."""
+def page_of(name: str, **query: str | list[str]) -> AppTest:
+    """A page by a link with this query, before its first run."""
     at = AppTest.from_file(str(APP), default_timeout=200)
     at.query_params.update(query)
-    return at.run().switch_page(str(PAGES / f"{name}.py")).run()
+    return at.switch_page(str(PAGES / f"{name}.py"))
+
+
+def open_page(name: str, **query: str | list[str]) -> AppTest:
+    """A page as it opens, or by a link with this query."""
+    return page_of(name, **query).run()
 
 
 def clean(at: AppTest) -> AppTest:

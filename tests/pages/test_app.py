@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from engram_lab.lab.app import runner
@@ -21,7 +19,7 @@ from engram_lab.models.handle import Handle
 from engram_lab.probes import lens as lens_probe
 from engram_lab.probes import tuned_lens
 from engram_lab.probes.lens import LensConfig
-from tests.pages.driving import APP, PAGES, change, chart, clean, command, numbers, sentence, table
+from tests.pages.driving import PAGES, change, chart, clean, command, numbers, open_page, sentence, table
 from tests.probes.test_tuned_lens import translators
 
 LENS = str(PAGES / "lens.py")
@@ -29,23 +27,13 @@ START = str(PAGES / "start.py")
 LONG = "the old mill and the river " * 12
 
 
-@pytest.fixture(autouse=True)
-def lab_of_tiny_models(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(listing, "SHIPPED", shipped)
-    monkeypatch.setattr(card, "MODELS", shipped)
-    monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "cache"))
-    yield
-    st.cache_resource.clear()
-
-
-def app() -> AppTest:
-    return AppTest.from_file(str(APP), default_timeout=200).run()
+pytestmark = pytest.mark.usefixtures("lab_of_twins")
 
 
 @pytest.fixture
 def lens() -> AppTest:
     """The lens page as it opens."""
-    return app().switch_page(LENS).run()
+    return open_page("lens")
 
 
 def curve(at: AppTest, name: str = "engram-mini") -> np.ndarray:
@@ -54,7 +42,7 @@ def curve(at: AppTest, name: str = "engram-mini") -> np.ndarray:
 
 
 def test_start_page_leads_to_the_first_experiment() -> None:
-    at = clean(app())
+    at = clean(open_page("start"))
     shown = " ".join(element.value for element in (*at.markdown, *at.caption))
     assert "Engram" in shown and [m.value for m in at.metric].count("4.500") == 2, "both held-out losses"
     assert {"loss", "kl", "gates"} <= {c.key for c in at.get("plotly_chart")}
@@ -64,7 +52,7 @@ def test_start_page_leads_to_the_first_experiment() -> None:
 
 
 def test_start_page_leads_to_the_text_set() -> None:
-    at = app()
+    at = open_page("start")
     at.button(key="open_set").click()
     at.session_state["texts"] = 2
     assert len(table(clean(at.run()), "texts")) == 3
@@ -75,30 +63,6 @@ def test_curves_are_those_of_the_probe(lens: AppTest, pair: list[Handle]) -> Non
     report = lens_probe.run(pair, LensConfig(("engram-mini", "dense-mini"), (prompt,)))
     for model in report.result.models:
         assert np.allclose(curve(clean(lens), model.name), model.mean_kl, atol=1e-5)
-
-
-REQUESTS: list[tuple[str, str, Any, Callable[[AppTest], Any]]] = [
-    ("text_area", "prompt", "the the the", lambda at: (command(at), curve(at).tolist())),
-    ("selectbox", "example", texts.examples()[3]["title"], lambda at: (command(at), curve(at).tolist())),
-    ("text_input", "target", " the", lambda at: (command(at), len(at.selectbox(key="colour").options))),
-    ("number_input", "top", 3, lambda at: (command(at), len(table(at, "next token")))),
-    ("selectbox", "colour", "entropy", lambda at: numbers(chart(at, "map")["data"][0]["z"]).tolist()),
-    ("selectbox", "of", "dense-mini", lambda at: numbers(chart(at, "map")["data"][0]["z"]).tolist()),
-    ("selectbox", "layer", "0", lambda at: table(at, "next token").values.tolist()),
-    ("number_input", "pos", 1, lambda at: table(at, "next token").values.tolist()),
-    ("selectbox", "model", "dense-mini", lambda at: sorted(t["name"] for t in chart(at, "curves")["data"])),
-    ("selectbox", "against", runner.NOTHING, lambda at: len(chart(at, "curves")["data"])),
-]
-
-
-@pytest.mark.parametrize(("kind", "key", "value", "seen"), REQUESTS, ids=[r[1] for r in REQUESTS])
-def test_every_widget_changes_what_is_seen(
-    lens: AppTest, kind: str, key: str, value: Any, seen: Callable[[AppTest], Any]
-) -> None:
-    before = seen(clean(lens))
-    if key == "model":
-        change(lens, "selectbox", "against", runner.NOTHING)
-    assert seen(change(lens, kind, key, value)) != before
 
 
 @pytest.fixture
@@ -240,7 +204,7 @@ def test_no_models_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(listing, "SHIPPED", tmp_path)
     monkeypatch.setattr(card, "MODELS", tmp_path)
     monkeypatch.setattr(runner, "model_names", lambda: [])
-    at = clean(app())
+    at = clean(open_page("start"))
     assert at.info
     assert "No model is chosen" in sentence(at.switch_page(LENS).run())
 
@@ -273,11 +237,8 @@ def test_the_request_survives_a_change_of_page(lens: AppTest) -> None:
 
 
 def test_a_link_reopens_the_request() -> None:
-    at = AppTest.from_file(str(APP), default_timeout=200)
-    at.query_params.update({"prompt": "the <mill> & $5", "target": " the", "top": "3", "against": runner.NOTHING})
-    at.query_params.update({"colour": "target rank", "pos": "2", "layer": "1"})
-    at.run()
-    at = clean(at.switch_page(LENS).run())
+    query = {"prompt": "the <mill> & $5", "target": " the", "top": "3", "against": runner.NOTHING}
+    at = clean(open_page("lens", **query, colour="target rank", pos="2", layer="1"))
     config = LensConfig(("engram-mini",), ("the <mill> & $5",), " the", 3)
     from engram_lab.lab.fronts.export import command_line
 

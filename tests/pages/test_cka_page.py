@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from engram_lab.lab.app import runner
 from engram_lab.lab.command.main import build_parser, main
 from engram_lab.lab.fronts import cka as front
 from engram_lab.lab.fronts import cka_figures, export
-from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.probes import cka
 from engram_lab.probes.cka import CKAConfig
 from engram_lab.probes.points import read_sentences, take, to_json_lines
 from tests.lab.fronts.test_export import words
-from tests.pages.driving import APP, change, chart, clean, command, numbers, sentence
+from tests.pages.driving import change, chart, clean, command, numbers, open_page, sentence
 
-PAGE = str(APP.parents[2] / "pages" / "cka.py")
 BIO = "\n".join(
     "\n".join(f"{word} {tag}" for word, tag in zip(line.split(), tags.split(), strict=True)) + "\n"
     for line, tags in (
@@ -42,23 +38,13 @@ PLAIN = (
 )
 
 
-@pytest.fixture(autouse=True)
-def lab_of_tiny_models(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(listing, "SHIPPED", shipped)
-    yield
-    st.cache_resource.clear()
-
-
-def opened(**query: str) -> AppTest:
-    at = AppTest.from_file(str(APP), default_timeout=200)
-    at.query_params.update(query)
-    return at.run()
+pytestmark = pytest.mark.usefixtures("lab_of_twins")
 
 
 @pytest.fixture
 def at() -> AppTest:
     """The page with a small file, so that no test runs all that ships."""
-    page = opened(bootstrap="100", sentences="5").switch_page(PAGE).run()
+    page = open_page("cka", bootstrap="100", sentences="5")
     return bring(clean(page), BIO.encode())
 
 
@@ -98,22 +84,6 @@ def test_the_page_shows_the_probe(at: AppTest, pair: list[Handle]) -> None:
     assert any(f"{result.n_points} points of 5 sentences" in c.value for c in at.caption)
     verdict = cka_figures.deeper(report, None).partition(": ")[2].rstrip(".").replace("\\", "")
     assert verdict in said
-
-
-@pytest.mark.parametrize(
-    ("kind", "key", "value"),
-    [
-        ("selectbox", "points", "all tokens"),
-        ("number_input", "sentences", 4),
-        ("number_input", "bootstrap", 200),
-        ("number_input", "seed", 3),
-        ("selectbox", "layer_a", "embed"),
-        ("toggle", "biased", True),
-    ],
-)
-def test_every_widget_changes_what_is_seen(at: AppTest, kind: str, key: str, value: Any) -> None:
-    before = everything(at)
-    assert everything(change(at, kind, key, value)) != before
 
 
 def test_the_biased_values_stand_beside(at: AppTest, pair: list[Handle]) -> None:
@@ -175,8 +145,8 @@ def test_a_bad_file_is_one_sentence(at: AppTest, raw: bytes, says: str) -> None:
 
 
 def test_a_link_reopens_the_request() -> None:
-    at = opened(points="all tokens", sentences="5", seed="4", bootstrap="100", layer_a="0", biased="true")
-    at = clean(at.switch_page(PAGE).run())
+    query = {"points": "all tokens", "sentences": "5", "seed": "4", "bootstrap": "100"}
+    at = clean(open_page("cka", **query, layer_a="0", biased="true"))
     assert at.selectbox(key="points").value == "all tokens" and at.selectbox(key="layer_a").value == "0"
     assert cells(at, "biased_map").shape == (4, 4)
     assert all(flag in command(at) for flag in ("--points=all", "--max-sentences=5", "--seed=4", "--bootstrap=100"))

@@ -1,8 +1,12 @@
-"""Every widget of every page changes the request or what is shown: found by walking the pages, whatever is on them."""
+"""Every widget of every page changes the request or what is shown: found by walking the pages, whatever is on them.
+
+And it changes what it says: the request that a page makes, put back into widgets by its front, is what they show.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,21 +34,20 @@ from streamlit.testing.v1.element_tree import (
     Widget,
 )  # fmt: skip
 
-from engram_lab.lab.app import reopened
+from engram_lab.lab.app import reopened, runner
 from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import scenarios
+from engram_lab.lab.fronts import export, facts_alternatives, front
 from engram_lab.models.handle import open_model
 from engram_lab.pages import facts_writing
 from engram_lab.probes import lens as lens_probe
 from engram_lab.probes import rows
+from engram_lab.probes.base import Record, Report
 from engram_lab.probes.lens import LensConfig
 from engram_lab.probes.rows import RowsConfig
 from tests import memory_lab
-from tests.full import FULL
-from tests.pages.driving import PAGES, clean, open_page
+from tests.pages.driving import PAGES, clean, page_of
 from tests.probes.kv.tiny import RIVER, right
-
-pytestmark = pytest.mark.timeout(600)  # for machines that do other things too
 
 # A page as a link opens it, with little to compute. What it offers decides which widgets are tried.
 LINKS: dict[str, tuple[str, dict[str, str | list[str]]]] = {
@@ -66,8 +69,7 @@ LINKS: dict[str, tuple[str, dict[str, str | list[str]]]] = {
     "kv, compose": ("kv", {"experiment": "Compose", "decide": "", "lengths": ["16"], "again": ["0", "2"]}),
     **{
         f"facts, {name.lower()}": ("facts", {"facts_view": name, "facts_texts": "3", "facts_unrelated": "3"})
-        # Each change of the alternatives trains a LoRA anew.
-        for name in ("Write and check", "Density", "Layers", *(["Alternatives"] if FULL else []))
+        for name in ("Write and check", "Density", "Layers", "Alternatives")
     },
 }  # fmt: skip
 PRESSED = ("write", "facts_run")  # buttons without which a page shows no result yet
@@ -130,9 +132,12 @@ UNTRIED = {"archive": "it takes an archive of this lab's own, which the tests of
 SKIPPED = (Button, DownloadButton)  # they do something, and hold no value
 
 
+ASKED: list[tuple[str, Record]] = []  # what a page has asked for in the last run of its script
+
+
 @pytest.fixture(scope="module", autouse=True)
 def lab(memory_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tiny models, few texts, two scenarios that the model gets right; nothing kept."""
+    """Tiny models, few texts, two scenarios that the model gets right, LoRA in two steps; no bar of progress."""
     folder = tmp_path_factory.mktemp("small")
     handle = open_model(str(memory_models / "engram-mini"))
     look = right(handle, dataclasses.replace(
@@ -141,15 +146,24 @@ def lab(memory_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     ))  # fmt: skip
     handle.close()
     other = dataclasses.replace(look, id="other", kind="rule", template=look.template.replace("Tokyo", "Japan"))
+    run, compared = runner.run, facts_alternatives.request
+
+    def noted(probe: str, config: Any) -> Report | None:
+        ASKED.append((probe, config))
+        return run(probe, config)
+
+    def quick(*args: Any, **options: Any) -> Any:
+        return dataclasses.replace(compared(*args, **options), lora_steps=2)
+
     with memory_lab.few_texts(folder, (look, other)), memory_lab.served(memory_models) as patch:
-        patch.setenv("ENGRAM_LAB_CACHE", str(folder / "cache"))
-        patch.setenv("ENGRAM_LAB_DATA", str(folder / "data"))
         patch.setattr(facts_writing, "FIRST", 2)  # so that the second user has a fact of the three
+        patch.setattr(runner, "QUIET_SECONDS", math.inf)
+        patch.setattr(runner, "run", noted)
+        patch.setattr(facts_alternatives, "request", quick)
         yield
 
 
-@pytest.fixture(scope="module")
-def kept(lab: None) -> str:
+def kept() -> str:
     """A session with two runs of the lens and one of the rows; its id."""
     store = reopened.store()
     handle = open_model("engram-mini")
@@ -179,7 +193,8 @@ def widgets(at: AppTest) -> dict[str, Widget]:
 
 def shown(at: AppTest, but: str) -> list[str | bytes]:
     """All that is on the page but the widget `but` and the files to take along."""
-    return [seen(own) for own in nodes(at) if own.key != but and not isinstance(own, DownloadButton | FileUploader)]
+    passing = (DownloadButton, FileUploader)
+    return [seen(own) for own in nodes(at) if own.key != but and own.type != "empty" and not isinstance(own, passing)]
 
 
 def seen(own: Element) -> str | bytes:
@@ -236,16 +251,24 @@ def named(key: str, names: Iterable[str]) -> str | None:
     return next((name for name in names if key == name or (name[-1] == "." and key.startswith(name))), None)
 
 
-def settled(at: AppTest) -> AppTest:
-    """The page run once more: what it computed is now there, and no bar of progress has left its place behind."""
-    assert not at.exception, at.exception
-    return at.run()
+def ran(at: AppTest, pressed: bool = True) -> AppTest:
+    """The page once more, with a press of the button without which it shows no result yet; it does as it says."""
+    for button in [own for own in at.button if pressed and own.key in PRESSED and not own.disabled]:
+        button.click()
+    ASKED.clear()
+    return agreeing(clean(at.run()))
 
 
-def press(at: AppTest) -> AppTest:
-    """The button without which a page shows no result yet, where there is one."""
-    for button in [own for own in at.button if own.key in PRESSED]:
-        clean(button.click().run())
+def agreeing(at: AppTest) -> AppTest:
+    """Of what was asked for, the exported one is what the widgets of the page say, by the front's own way back."""
+    commands = {code.value for code in at.code}
+    exported = [(probe, config) for probe, config in ASKED if export.command_line(probe, config) in commands]
+    assert exported or not ASKED, f"{ASKED[0][0]} was asked for, and what is exported is another request"
+    now = {str(own.key): own.value for own in nodes(at) if isinstance(own, Widget)}
+    for probe, config in exported:
+        view = front(probe).view(config)
+        wrong = {key: (now[key], value) for key, value in view.widgets.items() if key in now and now[key] != value}
+        assert not wrong, f"{probe}: the page shows and asks for, by widget: {wrong}"
     return at
 
 
@@ -264,23 +287,22 @@ def tried(at: AppTest, key: str, page: str = "") -> None:
     if refused is not None:
         assert REFUSED[refused] in at.run().error[0].value
         widgets(at)[key].set_value(old)
-        clean(at.run())
+        ran(at, False)
         return
-    clean(at.run())
-    if shown(settled(press(at)), key) == before:
+    if shown(ran(at), key) == before:
         allowed = any(named(known, NOTHING_YET) for known in (key, f"{page}:{key}", f"{page.split(',')[0]}:{key}"))
         assert allowed, f"{key} = {value!r} changes nothing"
     if key in PUT_BACK:
         widgets(at)[key].set_value(old)
-        clean(at.run())
+        ran(at, False)
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_every_widget_changes_something(name: str, kept: str) -> None:
+def test_every_widget_changes_something(name: str) -> None:
     page, query = LINKS[name]
-    at = clean(open_page(page, **query, **({"session": kept} if page == "sessions" else {})))
-    settled(press(at))
-    assert shown(at, "") == shown(at.run(), ""), "the page is another one each time, and a change could hide in that"
+    at = ran(page_of(page, **query, **({"session": kept()} if page == "sessions" else {})))
+    if any(own.key in PRESSED for own in at.button):
+        ran(at)
     first = name == next(link for link in LINKS if LINKS[link][0] == page)
     done: set[str] = set()
     while left := [key for key in widgets(at) if key not in done and (first or not named(key, ONCE))]:
@@ -291,6 +313,8 @@ def test_every_widget_changes_something(name: str, kept: str) -> None:
         tried(at, key, name)
         if key in LEADING:
             break
+    now = shown(at, "")
+    assert now == shown(at.run(), ""), "the page is another one each time, and a change could hide in that"
     assert not first or {"model", "against"} <= done, "the sidebar is on every page"
 
 

@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import streamlit as st
 import torch
 from streamlit.testing.v1 import AppTest
-from transformers import PreTrainedTokenizerFast
 
 from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import texts
 from engram_lab.lab.fronts import facts_check, front
-from engram_lab.models import listing
 from engram_lab.models.errors import DataError
 from engram_lab.models.handle import Handle, open_model
 from engram_lab.models.memory import Edit, addresses, read_memory
@@ -30,41 +27,31 @@ from engram_lab.probes.facts.locality import table_digest
 from engram_lab.probes.facts.sets import StatedFact, Writing, write
 from tests import memory_lab
 from tests.lab.fronts.test_export import words
-from tests.pages.driving import APP, PAGES, chart, clean, command, numbers, sentence, table
+from tests.pages.driving import chart, clean, command, numbers, open_page, sentence, table
 from tests.pages.driving import put as change
 
 FACTS = memory_lab.PERSONA
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, shipped: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
-    return memory_lab.make(tmp_path_factory.mktemp("lab"), shipped, tokenizer)
-
-
 @pytest.fixture(autouse=True)
-def lab_of_tiny_models(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def lab_of_tiny_models(lab_with_memories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     persona = tmp_path / "persona.jsonl"
     persona.write_text(facts_files.written(FACTS), encoding="utf-8")
     monkeypatch.setattr(facts_files, "PERSONA", persona)
-    monkeypatch.setattr(listing, "SHIPPED", models)
-    monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "cache"))
     facts_files.persona.cache_clear()
     yield
     facts_files.persona.cache_clear()
-    st.cache_resource.clear()
 
 
 @pytest.fixture(scope="module")
-def handle(models: Path) -> Iterator[Handle]:
-    opened = open_model(str(models / "engram-mini"))
+def handle(memory_models: Path) -> Iterator[Handle]:
+    opened = open_model(str(memory_models / "engram-mini"))
     yield opened
     opened.close()
 
 
 def opened(**query: str) -> AppTest:
-    at = AppTest.from_file(str(APP), default_timeout=200)
-    at.query_params.update({"facts_texts": "3"} | query)
-    return at.switch_page(str(PAGES / "facts.py")).run()
+    return open_page("facts", **({"facts_texts": "3"} | query))
 
 
 def press(at: AppTest, key: str) -> AppTest:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from engram_lab.lab.app import fact_users, reopened, runner
 from engram_lab.lab.ask import facts as facts_files
@@ -23,7 +22,7 @@ from engram_lab.probes.facts import density, sets
 from engram_lab.probes.facts.check import CheckConfig
 from engram_lab.probes.facts.density import DensityConfig
 from engram_lab.probes.facts.sets import Expected, StatedFact, Writing
-from tests.pages.driving import APP, PAGES, clean
+from tests.pages.driving import clean, open_page
 from tests.pages.viewing import LINES, ONE, noted, stand, there_and_back
 
 pytestmark = pytest.mark.usefixtures("lab_with_memories")
@@ -145,7 +144,7 @@ def test_facts_begin_with_addresses_of_their_own(monkeypatch: pytest.MonkeyPatch
     ids = [handle.encode(own.trigger) for own in (first, twin, third)]
     rows = [addresses(handle, [own])[1, 0, -1].tolist() for own in ids]
     assert rows[0] == rows[1] != rows[2]
-    at = clean(AppTest.from_file(str(APP), default_timeout=200).switch_page(str(PAGES / "facts.py")).run())
+    at = clean(open_page("facts"))
     assert at.session_state["facts_users"]["maya"].facts == (first, third)
     clean(at.button(key="facts_3").click().run())
     assert at.button(key="write").label == "Write 3 facts"

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import streamlit as st
 from streamlit.testing.v1 import AppTest
 from transformers import PreTrainedTokenizerFast
 
 from engram_lab.lab.app import runner
 from engram_lab.lab.ask import texts
-from engram_lab.lab.command import card
 from engram_lab.lab.fronts import gates_figures
 from engram_lab.lab.fronts.export import command_line
 from engram_lab.models import listing
@@ -23,32 +20,20 @@ from engram_lab.models.handle import Handle
 from engram_lab.probes import gates
 from engram_lab.probes.gates import GatesConfig
 from tests.models import tiny
-from tests.pages.driving import APP, change, chart, clean, command, numbers, sentence, table
+from tests.pages.driving import change, chart, clean, command, numbers, open_page, sentence, table
 from tests.pages.test_app import LINES, LONG
 from tests.tiny_lab import CONTEXT
 
-GATES = str(APP.parents[2] / "pages" / "gates.py")
 PROMPT = texts.examples()[0]["prompt"]
 
 
-@pytest.fixture(autouse=True)
-def lab_of_tiny_models(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(listing, "SHIPPED", shipped)
-    monkeypatch.setattr(card, "MODELS", shipped)
-    yield
-    st.cache_resource.clear()
-
-
-def opened(**query: str) -> AppTest:
-    at = AppTest.from_file(str(APP), default_timeout=200)
-    at.query_params.update(query)
-    return at.run().switch_page(GATES).run()
+pytestmark = pytest.mark.usefixtures("lab_of_twins")
 
 
 @pytest.fixture
 def page() -> AppTest:
     """The page as it opens."""
-    return opened()
+    return open_page("gates")
 
 
 def heat(at: AppTest) -> list[Any]:
@@ -61,44 +46,6 @@ def chips(at: AppTest) -> list[str]:
 
 def metrics(at: AppTest) -> list[tuple[str, str, str]]:
     return [(m.label, m.value, m.delta) for m in at.metric]
-
-
-REQUESTS: list[tuple[str, str, Any, Callable[[AppTest], Any]]] = [
-    ("text_area", "prompt", "the the the", lambda at: (command(at), len(heat(at)[0]))),
-    ("selectbox", "example", texts.examples()[3]["title"], lambda at: (command(at), heat(at))),
-    ("text_input", "target", " the", lambda at: (command(at), str(chart(at, "bars")["data"]))),
-    ("number_input", "pos", 1, lambda at: (str(chart(at, "bars")["data"]), str(chart(at, "map")["layout"]["shapes"]))),
-    ("toggle", "knock_out", True, lambda at: (command(at), heat(at), at.selectbox(key="shown").options)),
-    ("segmented_control", "control", "rows shuffled", lambda at: (command(at), heat(at), len(at.metric))),
-    ("selectbox", "shown", "written norm", lambda at: (heat(at), chips(at))),
-]
-WITH_CONTROL: list[tuple[str, str, Any, Callable[[AppTest], Any]]] = [
-    ("segmented_control", "control", "one row", lambda at: (command(at), heat(at), metrics(at))),
-    ("segmented_control", "at", "layer 1", command),
-    ("number_input", "seed", 4, lambda at: (command(at), heat(at), str(chart(at, "curves")["data"]))),
-    ("toggle", "difference", True, lambda at: len(heat(at))),
-]
-
-
-@pytest.mark.parametrize(("kind", "key", "value", "seen"), REQUESTS, ids=[r[1] for r in REQUESTS])
-def test_every_widget_changes_what_is_seen(
-    page: AppTest, kind: str, key: str, value: Any, seen: Callable[[AppTest], Any]
-) -> None:
-    before = seen(clean(page))
-    after = seen(change(page, kind, key, value))
-    parts = zip(before, after, strict=True) if isinstance(before, tuple) else [(before, after)]
-    assert all(old != new for old, new in parts)
-
-
-@pytest.mark.parametrize(("kind", "key", "value", "seen"), WITH_CONTROL, ids=[r[1] for r in WITH_CONTROL])
-def test_every_widget_of_a_control_changes_what_is_seen(
-    kind: str, key: str, value: Any, seen: Callable[[AppTest], Any]
-) -> None:
-    at = clean(opened(control="rows shuffled"))
-    before = seen(at)
-    after = seen(change(at, kind, key, value))
-    parts = zip(before, after, strict=True) if isinstance(before, tuple) else [(before, after)]
-    assert all(old != new for old, new in parts)
 
 
 def test_the_map_is_that_of_the_probe(page: AppTest, pair: list[Handle]) -> None:
@@ -158,7 +105,7 @@ def test_a_long_prompt_is_shown_in_windows(page: AppTest) -> None:
 
 def test_a_link_reopens_the_request() -> None:
     query = {"prompt": "the <mill> & $5", "target": " the", "knock_out": "true", "pos": "3", "control": "rows shuffled"}
-    at = clean(opened(**query, at="layer 1", seed="9", shown="written norm", difference="true"))
+    at = clean(open_page("gates", **query, at="layer 1", seed="9", shown="written norm", difference="true"))
     config = GatesConfig(("engram-mini",), ("the <mill> & $5",), " the", 3, ("shuffled@1",), True, seed=9)
     assert command(at) == command_line("gates", config)
     assert at.selectbox(key="shown").value == "written norm" and at.toggle(key="difference").value
@@ -196,26 +143,6 @@ def test_a_text_set(page: AppTest, pair: list[Handle]) -> None:
     assert not ngram_tables(at) and sum("found so often" in c.value for c in at.caption) == 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "value"),
-    [
-        ("number_input", "seed", 1),
-        ("number_input", "bootstrap", 200),
-        ("number_input", "texts", 3),
-        ("multiselect", "controls", ["rows shuffled", "memory off, layer 1"]),
-        ("multiselect", "controls", []),
-    ],
-)
-def test_every_widget_of_a_text_set_changes_what_is_seen(page: AppTest, kind: str, key: str, value: Any) -> None:
-    at = clean(text_set(page))
-    before = in_sum(at)
-    assert in_sum(change(at, kind, key, value)) != before
-
-
-def in_sum(at: AppTest) -> Any:
-    return table(at, "change of the loss").to_dict("records"), str(chart(at, "histogram")["data"])
-
-
 def test_a_model_without_a_memory_is_one_sentence(page: AppTest) -> None:
     page.selectbox(key="against").set_value(runner.NOTHING)
     page.selectbox(key="model").set_value("dense-mini")
@@ -236,7 +163,7 @@ def test_of_two_memories_one_is_shown(
     other.save_pretrained(tmp_path / "models" / "engram-other")
     tokenizer.save_pretrained(tmp_path / "models" / "engram-other")
     monkeypatch.setattr(listing, "SHIPPED", tmp_path / "models")
-    at = clean(opened(against="engram-other"))
+    at = clean(open_page("gates", against="engram-other"))
     before = heat(at)
     after = heat(change(at, "selectbox", "of", "engram-other"))
     # With the key turned round the score changes its sign, and the gate becomes what it was short of 1.

@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from engram_lab.lab.app import runner
 from engram_lab.lab.ask import scenarios
 from engram_lab.lab.command.main import build_parser
 from engram_lab.lab.fronts import front
-from engram_lab.models import listing
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.pages import kv_edits, kv_runs
@@ -34,10 +32,9 @@ from engram_lab.probes.kv.scenario import Scenario
 from engram_lab.probes.kv.set import SetConfig
 from engram_lab.probes.kv.swap import SwapConfig
 from tests.lab.fronts.test_export import words
-from tests.pages.driving import APP, change, chart, clean, command, numbers, sentence, table
+from tests.pages.driving import change, chart, clean, command, numbers, open_page, sentence, table
 from tests.probes.kv.tiny import RIVER, right
 
-PAGE = str(APP.parents[2] / "pages" / "kv.py")
 ONE = ("engram-mini",)
 
 
@@ -60,23 +57,14 @@ def rule(look: Scenario) -> Scenario:
 
 @pytest.fixture(autouse=True)
 def lab_of_tiny_models(
-    shipped: Path, look: Scenario, rule: Scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab_of_twins: Path, look: Scenario, rule: Scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     library = tmp_path / "library.jsonl"
     library.write_text(scenarios.written((look, rule)), encoding="utf-8")
     monkeypatch.setattr(scenarios, "LIBRARY", library)
-    monkeypatch.setattr(listing, "SHIPPED", shipped)
-    monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "cache"))
     scenarios.library.cache_clear()
     yield
     scenarios.library.cache_clear()
-    st.cache_resource.clear()
-
-
-def opened(**query: str | list[str]) -> AppTest:
-    at = AppTest.from_file(str(APP), default_timeout=200)
-    at.query_params.update(query)
-    return at.switch_page(PAGE).run()
 
 
 def asked(at: AppTest) -> Any:
@@ -93,23 +81,8 @@ def heights(at: AppTest, key: str) -> np.ndarray:
     return np.concatenate([numbers(trace["y"]) for trace in chart(at, key)["data"]])
 
 
-def everything(at: AppTest) -> Any:
-    """All that the page draws and says."""
-    html = [element.proto.body for element in at.get("html")]
-    tables = [t.value.to_csv() for t in at.dataframe]
-    return [c.proto.spec for c in at.get("plotly_chart")], html, said(at), tables, command(at)
-
-
-def each_changes(at: AppTest, changes: list[tuple[str, str, Any]]) -> None:
-    """Every widget in turn changes what is seen, and then goes back."""
-    for kind, key, value in changes:
-        before, old = everything(at), getattr(at, kind)(key=key).value
-        assert everything(change(at, kind, key, value)) != before, key
-        change(at, kind, key, old)
-
-
 def test_the_ladder_is_the_probes(pair: list[Handle], look: Scenario) -> None:
-    at = clean(opened())
+    at = clean(open_page("kv"))
     config = SwapConfig(ONE, look, align="split")
     report = swap.run(pair[:1], config)
     result = report.result
@@ -123,37 +96,19 @@ def test_the_ladder_is_the_probes(pair: list[Handle], look: Scenario) -> None:
     (chips,) = [e.proto.body for e in at.get("html") if 'role="list"' in e.proto.body]
     assert chips.count("chip field") == len(result.pair.field) and "recovers" in chips
     assert any("gives the same bits as the clean old prompt" in c.value for c in at.caption)
-    each_changes(
-        at,
-        [
-            ("segmented_control", "part", "V alone"),
-            ("pills", "sizes", [1, 2]),
-            ("number_input", "draws", 3),
-            ("number_input", "seed", 5),
-            ("multiselect", "kv_layers", [1]),
-            ("toggle", "new_prompt", True),
-            ("toggle", "split", False),
-            ("selectbox", "scenario", "rule"),
-            ("text_area", "template.look", "Paris is the {field} of France.\nTokyo is the old"),
-            ("text_input", "old.look", "mill"),
-            ("text_input", "new.look", "sea"),
-            ("text_input", "answer_old.look", " France"),
-            ("text_input", "answer_new.look", " Japan"),
-        ],
-    )
     change(at, "selectbox", "kind", "rule")
     assert asked(at).scenario.id == "rule" and "look" not in at.selectbox(key="scenario").options
 
 
 def test_a_wrong_model_is_told_in_place_of_a_claim(rule: Scenario) -> None:
-    at = clean(opened(scenario="rule"))
+    at = clean(open_page("kv", scenario="rule"))
     assert not at.success and "No claim can be made of this cache" in at.warning[0].value
     assert "recovers" not in " ".join(m.value for m in at.markdown)
     assert asked(at).scenario == rule
 
 
 def test_an_edit_has_its_own_id_and_goes_back(look: Scenario) -> None:
-    at = change(clean(opened()), "text_input", "new.look", "sea")
+    at = change(clean(open_page("kv")), "text_input", "new.look", "sea")
     edited = dataclasses.replace(look, new="sea", id="look-edited", kind="own")
     assert asked(at).scenario == edited
     clean(at.button(key="undo").click().run())
@@ -164,15 +119,15 @@ def test_an_edit_has_its_own_id_and_goes_back(look: Scenario) -> None:
 
 def test_a_link_reopens_the_request(look: Scenario) -> None:
     query = {"experiment": "Map", "scenario": "rule", "new.rule": "sea", "groups": "2", "part": "K alone"}
-    config = asked(clean(opened(**query)))
+    config = asked(clean(open_page("kv", **query)))
     assert isinstance(config, MapConfig) and (config.groups, config.part) == (2, "k")
     assert (config.scenario.id, config.scenario.new) == ("rule-edited", "sea")
-    config = asked(clean(opened(experiment="Swap", sizes=["1", "16"])))
+    config = asked(clean(open_page("kv", experiment="Swap", sizes=["1", "16"])))
     assert config.last == config.best == config.random == (1, 16)
 
 
 def test_the_map(pair: list[Handle], look: Scenario) -> None:
-    at = clean(opened(experiment="Map"))
+    at = clean(open_page("kv", experiment="Map"))
     config = MapConfig(ONE, look, 3, align="split")
     report = kv_map.run(pair[:1], config)
     assert asked(at) == config
@@ -186,34 +141,22 @@ def test_the_map(pair: list[Handle], look: Scenario) -> None:
     assert "both caches are the same" in kv_edits.cell(report, 0, 0)
     best = int(report.result.recovery[:, field].argmax())
     assert kv_edits.cell(report, field, -1) == kv_edits.cell(report, field, best)
-    each_changes(at, [("number_input", "groups", 1), ("segmented_control", "part", "K alone")])
 
 
 def test_knock_outs(pair: list[Handle], look: Scenario) -> None:
-    at = clean(opened(experiment="Knock-out"))
+    at = clean(open_page("kv", experiment="Knock-out"))
     config = KnockoutConfig(ONE, look, align="split")
     result = knockout.run(pair[:1], config).result
     assert asked(at) == config
     drawn = np.concatenate([numbers(t["x"]) for t in chart(at, "knockouts")["data"]])
     np.testing.assert_allclose(np.sort(drawn), np.sort(result.margin), atol=1e-5)
     assert len(result.anecdotes) == 3 and all(own.said in said(at) for own in result.anecdotes)
-    each_changes(
-        at,
-        [
-            ("pills", "targets", ["field"]),
-            ("pills", "hows", ["zero"]),
-            ("multiselect", "kv_positions", [2]),
-            ("number_input", "noise", 2),
-            ("number_input", "seed", 1),
-            ("text_area", "unrelated", "and into the sea"),
-        ],
-    )
     change(at, "pills", "hows", [])
     assert "Pick at least one" in at.info[-1].value
 
 
 def test_errata(pair: list[Handle], look: Scenario) -> None:
-    at = clean(opened(experiment="Erratum"))
+    at = clean(open_page("kv", experiment="Erratum"))
     config = ErratumConfig(ONE, look, align="split")
     result = erratum.run(pair[:1], config).result
     assert asked(at) == config
@@ -230,63 +173,36 @@ def test_errata(pair: list[Handle], look: Scenario) -> None:
     assert asked(at) == config and chain is not None
     for trace, computed in zip(chart(at, "timeline")["data"], chain.computed, strict=True):
         np.testing.assert_array_equal(numbers(trace["y"]), computed.cumsum())
-    each_changes(
-        at,
-        [
-            ("text_area", "erratum.look", "It is the sea."),
-            ("text_area", "irrelevant.look", "The sea is old."),
-            ("text_area", "wrong.look", "It is the mill."),
-            ("text_area", "third.look", "Paris"),
-            ("pills", "policies", [1]),
-            ("toggle", "kv_time", True),
-            ("text_input", "wording", "No, {value}."),
-        ],
-    )
     change(at, "text_input", "chain", "")
-    each_changes(at, [("number_input", "corrections", 0)])
     with pytest.raises(LabError, match=r'^"sea" is no correction of a chain: write VALUE=ANSWER'):
         kv_runs.chain_of("a=b; sea")
 
 
 def test_reasoning(pair: list[Handle], look: Scenario) -> None:
-    at = clean(opened(experiment="Reasoning", written=["0", "2"]))
+    at = clean(open_page("kv", experiment="Reasoning", written=["0", "2"]))
     config = ReasoningConfig(ONE, look, (0, 2), align="split")
     result = reasoning.run(pair[:1], config).result
     assert asked(at) == config
     np.testing.assert_allclose(np.sort(heights(at, "reasoning")), np.sort(result.effects.score), atol=1e-5)
     assert list(table(at, "written")["written"]) == list(result.texts)
-    each_changes(at, [("pills", "written", [1]), ("text_area", "cue", "")])
 
 
 def test_composition(pair: list[Handle]) -> None:
-    at = clean(opened(experiment="Compose", lengths=["16"], again=["0", "2"], decide=""))
+    at = clean(open_page("kv", experiment="Compose", lengths=["16"], again=["0", "2"], decide=""))
     config = ComposeConfig(ONE, answers=(), recompute=(0, 2), lengths=(16,))
     result = compose.run(pair[:1], config).result
     assert asked(at) == config and result.said in said(at)
     np.testing.assert_allclose(np.sort(heights(at, "compose")), np.sort(result.cosine), atol=1e-5)
-    each_changes(
-        at,
-        [
-            ("text_area", "prefix", "The old mill. "),
-            ("text_area", "block", "Tokyo is in Japan. "),
-            ("text_area", "suffix", "Paris is the"),
-            ("pills", "again", [1]),
-            ("pills", "lengths", [32]),
-            ("text_input", "decide", " mill; sea"),
-            ("toggle", "kv_time", True),
-        ],
-    )
 
 
 def test_the_whole_library(pair: list[Handle], look: Scenario, rule: Scenario) -> None:
-    at = clean(opened(experiment="Whole library", bootstrap="100"))
+    at = clean(open_page("kv", experiment="Whole library", bootstrap="100"))
     config = SetConfig(ONE, (look, rule), bootstrap=100)
     result = kv_set.run(pair[:1], config).result
     assert asked(at) == config
     assert "gets both clean prompts of 1 of the 2 scenarios right; 0 were refused" in said(at)
     assert list(table(at, "reads")["kind"]) == list(result.kind_names)
     assert list(table(at, "why not")["why not"]) == list(result.reasons)
-    each_changes(at, [("number_input", "bootstrap", 200), ("number_input", "seed", 3), ("toggle", "split_all", True)])
     other = dataclasses.replace(look, id="mine")
     at.file_uploader(key="kv_file").set_value([("mine.jsonl", scenarios.written([other]).encode(), "text/plain")])
     assert "of 1 of the 1 scenarios" in said(clean(at.run())) and "--scenarios=scenarios.jsonl" in command(at)
@@ -295,7 +211,7 @@ def test_the_whole_library(pair: list[Handle], look: Scenario, rule: Scenario) -
 
 
 def test_a_file_of_scenarios(look: Scenario) -> None:
-    at = clean(opened())
+    at = clean(open_page("kv"))
     mine = [dataclasses.replace(look, new=new, id=name) for new, name in (("sea", "look"), ("mill", "two"))]
     file = ("mine.jsonl", scenarios.written(mine).encode(), "text/plain")
     at.file_uploader(key="kv_file").set_value([file])
@@ -318,14 +234,14 @@ def test_a_file_of_scenarios(look: Scenario) -> None:
     ],
 )
 def test_bad_input_is_one_sentence(kind: str, key: str, value: Any, says: str) -> None:
-    at = opened()
+    at = open_page("kv")
     getattr(at, kind)(key=key).set_value(value)
     assert says in sentence(at.run())
 
 
 def test_a_stronger_model_is_used_where_it_is_here(shipped: Path, tmp_path: Path) -> None:
     shutil.copytree(shipped / "dense-mini", tmp_path / "cache" / "models" / "smollm2-135m")
-    at = clean(opened(against="smollm2-135m"))
+    at = clean(open_page("kv", against="smollm2-135m"))
     assert "engram-mini is far too weak" in at.info[0].value.replace("\\", "")
     at.button(key="use_model").click().run()
     assert clean(at).selectbox(key="model").value == "smollm2-135m" and asked(at).models == ("smollm2-135m",)
@@ -334,7 +250,7 @@ def test_a_stronger_model_is_used_where_it_is_here(shipped: Path, tmp_path: Path
 
 
 def test_a_download_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at = clean(opened())
+    at = clean(open_page("kv"))
     assert at.button(key="get_model").label == "Get SmolLM2-135M-Instruct"
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "file"))
@@ -345,14 +261,14 @@ def test_a_download_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pyte
 
 def test_a_download_that_ends_is_used(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process has brought the model by the time of the click: it is found whole, and offered for use."""
-    at = clean(opened())
+    at = clean(open_page("kv"))
     shutil.copytree(shipped / "dense-mini", tmp_path / "cache" / "models" / "smollm2-135m")
     at.button(key="get_model").click().run()
     assert clean(at).button(key="use_model").label == "Use SmolLM2-135M-Instruct"
 
 
 def test_the_library_can_be_taken_along(look: Scenario, rule: Scenario) -> None:
-    at = change(clean(opened()), "text_input", "new.look", "sea")
+    at = change(clean(open_page("kv")), "text_input", "new.look", "sea")
     (button,) = [b for b in at.get("download_button") if "scenarios" in b.proto.label]
     assert button.proto.label == "3 scenarios"
     assert json.loads(scenarios.written([asked(at).scenario]))["new"] == "sea"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,33 +86,6 @@ def test_training_hits_are_shown_where_they_ship(lab_with_memories: Path, handle
         assert other["layout"]["title"] != before["layout"]["title"]
     finally:
         file.unlink()
-
-
-def rows_shown(at: AppTest) -> Any:
-    return command(at), table(at, "row norm").values.tolist()
-
-
-REQUESTS: list[tuple[str, str, Any, Callable[[AppTest], Any]]] = [
-    ("text_area", "prompt", "the the the", lambda at: (command(at), table(at, "row norm")["row"].tolist())),
-    ("selectbox", "example", texts.examples()[3]["title"], rows_shown),
-    ("number_input", "pos", 1, lambda at: (command(at), table(at, "row norm")["row"].tolist())),
-    ("selectbox", "memory", 2, lambda at: (command(at), table(at, "row norm")["prime"].tolist())),
-    ("number_input", "top", 3, lambda at: (command(at), chart(at, "says_row")["layout"]["yaxis"]["ticktext"])),
-    ("number_input", "sharers", 0, command),
-    ("number_input", "texts", 3, lambda at: (rows_shown(at), chart(at, "usage")["data"])),
-    ("selectbox", "row", "3-gram, head 1", lambda at: chart(at, "says_row")["data"]),
-    ("button_group", "measure", "collisions", lambda at: chart(at, "usage")["layout"]["title"]["text"]),
-    ("button_group", "measure", "load", lambda at: chart(at, "usage")["data"]),
-    ("selectbox", "model", "engram-mini-early", lambda at: (command(at), table(at, "row norm")["row norm"].tolist())),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "key", "value", "seen"), REQUESTS, ids=[f"{r[1]}-{r[2]}" for r in REQUESTS])
-def test_every_widget_changes_what_is_seen(
-    page: AppTest, kind: str, key: str, value: Any, seen: Callable[[AppTest], Any]
-) -> None:
-    before = json.dumps(seen(page), default=str)
-    assert json.dumps(seen(clean(change(page, kind, key, value))), default=str) != before
 
 
 def test_of_two_models_with_a_memory_either_is_shown(page: AppTest) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from engram_lab.lab.app import runner
@@ -17,32 +15,24 @@ from engram_lab.lab.ask.texts import items_of, shipped_sets
 from engram_lab.lab.command.main import build_parser
 from engram_lab.lab.fronts import export
 from engram_lab.lab.fronts import sensitivity as front
-from engram_lab.models import listing
 from engram_lab.models.errors import DataError
 from engram_lab.models.handle import Handle
 from engram_lab.probes import sensitivity
 from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet
 from tests.lab.fronts.test_export import words
-from tests.pages.driving import APP, change, chart, clean, command, numbers, sentence, table
+from tests.pages.driving import chart, clean, command, numbers, page_of, sentence, table
 
-PAGE = str(APP.parents[2] / "pages" / "sensitivity.py")
 FACTS = '{"prompt": "Paris is the capital of", "answer": "France"}\n{"prompt": "The river runs", "answer": " past"}\n'
 READING = '{"context": "The mill is old.", "prompt": "The mill is", "answer": "old"}\n{"prompt": "a", "answer": "b"}\n'
 
 
-@pytest.fixture(autouse=True)
-def lab_of_tiny_models(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(listing, "SHIPPED", shipped)
-    yield
-    st.cache_resource.clear()
+pytestmark = pytest.mark.usefixtures("lab_of_twins")
 
 
 @pytest.fixture
 def at() -> AppTest:
     """The page with two small sets of its own, so that no test runs all that ships."""
-    opened = AppTest.from_file(str(APP), default_timeout=200).run()
-    opened.switch_page(PAGE)
-    opened = _hold_back(opened)
+    opened = _hold_back(page_of("sensitivity"))
     opened.file_uploader(key="sets").set_value(
         [("facts.jsonl", FACTS.encode(), "text/plain"), ("reading.jsonl", READING.encode(), "text/plain")]
     )
@@ -72,22 +62,6 @@ def test_the_page_shows_the_probe(at: AppTest, pair: list[Handle]) -> None:
         np.testing.assert_allclose(drawn[name], report.result.change[s, 1:], atol=1e-6)
     assert len(table(at, "condition")) == 6
     assert any(f"{report.result.change[0, 1]:+.2f}" in element.value.replace("\\", "") for element in at.markdown)
-
-
-@pytest.mark.parametrize(
-    ("kind", "key", "value"),
-    [
-        ("pills", "controls", ["rows shuffled"]),
-        ("selectbox", "at", "each"),
-        ("selectbox", "first_set", "reading"),
-        ("number_input", "bootstrap", 200),
-        ("number_input", "seed", 3),
-        ("selectbox", "against", runner.NOTHING),
-    ],
-)
-def test_every_widget_changes_what_is_seen(at: AppTest, kind: str, key: str, value: Any) -> None:
-    before = shown(at)
-    assert shown(change(at, kind, key, value)) != before
 
 
 def test_a_model_without_memory_is_told(at: AppTest) -> None:

@@ -10,28 +10,19 @@ import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
 
-from engram_lab.lab.app import reopened, runner
-from engram_lab.lab.command import card
+from engram_lab.lab.app import reopened
 from engram_lab.lab.sessions import Store, archive, difference, open_store
 from engram_lab.models import listing
 from engram_lab.models.handle import Handle
 from engram_lab.probes import lens as lens_probe
 from engram_lab.probes.lens import LensConfig
-from tests.pages.test_app import app, chart, clean, curve, numbers, sentence
+from tests.pages.driving import chart, clean, numbers, open_page, page_of, sentence
+from tests.pages.test_app import LENS, curve
 
-PAGES = Path(runner.__file__).parents[2] / "pages"
-LENS, SESSIONS, ROWS = (str(PAGES / f"{name}.py") for name in ("lens", "sessions", "rows"))
 PROMPT = "the old mill <b> $5 _x_"
 
 
-@pytest.fixture(autouse=True)
-def lab_of_tiny_models(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(listing, "SHIPPED", shipped)
-    monkeypatch.setattr(card, "MODELS", shipped)
-    monkeypatch.setenv("ENGRAM_LAB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("ENGRAM_LAB_DATA", str(tmp_path / "data"))
-    yield
-    st.cache_resource.clear()
+pytestmark = pytest.mark.usefixtures("lab_of_twins")
 
 
 @pytest.fixture
@@ -44,7 +35,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def kept_lens(name: str = "Mill", prompt: str = PROMPT) -> AppTest:
     """The lens page with a prompt, a target, a cell and a colour of its own, kept under a name."""
-    at = app().switch_page(LENS).run()
+    at = open_page("lens")
     at.text_area(key="prompt").set_value(prompt)
     clean(at.run())
     at.text_input(key="target").set_value(" the")
@@ -88,7 +79,7 @@ def test_opening_puts_the_page_back_without_computing(
     kept_lens()
     st.cache_resource.clear()  # no result is left in memory
     monkeypatch.setattr(lens_probe, "run", None)  # computing would fail
-    at = app().switch_page(SESSIONS).run()
+    at = open_page("sessions")
     (session,) = store.sessions()
     clean(at.button(key=f"choose_{session.id}").click().run())
     at.button(key="open_session").click()
@@ -106,7 +97,7 @@ def test_opening_puts_the_page_back_without_computing(
 
 def test_computing_anew_drops_the_kept_report(store: Store) -> None:
     kept_lens()
-    at = app().switch_page(SESSIONS).run()
+    at = open_page("sessions")
     (session,) = store.sessions()
     clean(at.button(key=f"choose_{session.id}").click().run())
     at.button(key=f"open_{session.runs[0].id}").click()
@@ -120,7 +111,7 @@ def test_computing_anew_drops_the_kept_report(store: Store) -> None:
 def test_find_edit_delete_and_undo(store: Store) -> None:
     kept_lens("Mill")
     kept_lens("River", "the river runs")
-    at = app().switch_page(SESSIONS).run()
+    at = open_page("sessions")
     mill, river = (store.session(name) for name in ("Mill", "River"))
     assert at.button(key=f"choose_{mill.id}") and at.button(key=f"choose_{river.id}")
     at.text_input(key="find").set_value("river runs")  # it stands in the prompt
@@ -140,7 +131,7 @@ def test_find_edit_delete_and_undo(store: Store) -> None:
     at.text_input(key=f"edit_name.{mill.id}").set_value("River")
     at.button(key="edit_go").click()
     assert "River" in sentence(at.run())
-    clean(app())
+    clean(open_page("start"))
     at.button(key="delete").click()
     at.run()
     assert [s.name for s in store.sessions()] == ["River"]
@@ -175,7 +166,7 @@ def test_two_runs_are_compared_and_their_difference_is_drawn(store: Store) -> No
     kept_lens("Mill", "the old mill stands")
     kept_lens("Mill", "the new mill stands")
     (session,) = store.sessions()
-    at = app().switch_page(SESSIONS).run()
+    at = open_page("sessions")
     clean(at.button(key=f"choose_{session.id}").click().run())
     at.toggle(key="compare").set_value(True)
     clean(at.run())
@@ -194,13 +185,13 @@ def test_a_session_goes_out_and_comes_back(store: Store, tmp_path: Path) -> None
     (session,) = store.sessions()
     path = tmp_path / "mill.zip"
     archive.export_session(store, session.id, path)
-    at = app().switch_page(SESSIONS).run()
+    at = open_page("sessions")
     at.file_uploader(key="archive").set_value(("mill.zip", path.read_bytes(), "application/zip"))
     clean(at.run())
     assert {s.name for s in store.sessions()} == {"Mill", "Mill (2)"}
     clean(at.run())
     assert len(store.sessions()) == 2, "the file is imported once"
-    at = app().switch_page(SESSIONS).run()
+    at = open_page("sessions")
     at.file_uploader(key="archive").set_value(("mill.zip", path.read_bytes()[:-40], "application/zip"))
     assert sentence(at.run())
     assert len(store.sessions()) == 2
@@ -211,14 +202,14 @@ def test_without_its_model_a_run_is_still_shown(store: Store, monkeypatch: pytes
     (session,) = store.sessions()
     monkeypatch.setattr(listing, "SHIPPED", tmp_path / "nothing")
     st.cache_resource.clear()
-    at = app().switch_page(SESSIONS).run()
+    at = open_page("sessions")
     clean(at.button(key=f"choose_{session.id}").click().run())
     at.toggle(key=f"show_{session.runs[0].id}").set_value(True)
     assert chart(clean(at.run()), f"figure_{session.runs[0].id}")["data"]
 
 
 def test_an_upload_is_part_of_the_view(store: Store) -> None:
-    at = app().switch_page(LENS).run()
+    at = open_page("lens")
     at.session_state["mode"] = "text set"
     clean(at.run())
     at.file_uploader(key="file").set_value(("mine.txt", b"the river\nthe old mill\nthe sea\n", "text/plain"))
@@ -226,7 +217,7 @@ def test_an_upload_is_part_of_the_view(store: Store) -> None:
     clean(keep(at, "Mine"))
     (run,) = store.session("Mine").runs
     assert list(run.view["files"]) == ["file"]  # type: ignore[index]
-    at = app().switch_page(SESSIONS).run()
+    at = open_page("sessions")
     clean(at.button(key=f"choose_{store.session('Mine').id}").click().run())
     at.button(key="open_session").click()
     clean(at.run())
@@ -238,8 +229,8 @@ def test_an_upload_is_part_of_the_view(store: Store) -> None:
 
 
 def test_a_bad_view_leaves_a_working_app(store: Store) -> None:
-    at = app()
+    at = page_of("lens")
     at.session_state["_reopened"] = reopened.State(views={"lens": reopened.View("lens", {"pos": "not a number"})})
-    at = at.switch_page(LENS).run()
+    at.run()
     assert not at.exception
     clean(at.run())

@@ -12,7 +12,7 @@ from engram_lab.lab.app import runner
 from engram_lab.lab.ask.view import View
 from engram_lab.lab.fronts import front
 from engram_lab.probes.base import Record
-from tests.pages.driving import APP, PAGES, clean
+from tests.pages.driving import clean, page_of
 
 ONE, TWO, NASTY = ("engram-mini",), ("engram-mini", "dense-mini"), "The <mill> $5 `x` *old* 東京 & \\n\nand a line"
 LINES = ("The river runs", "past the old <mill>", "$5 and $6", "Paris is the capital of France,", "A naïve café")
@@ -31,12 +31,12 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 def stand(view: View) -> AppTest:
     """The app on the page of a view, as lab.app.reopened puts it there."""
-    at = AppTest.from_file(str(APP), default_timeout=200)
+    at = page_of(view.page)
     for key, value in view.widgets.items():
         at.session_state[key] = value
     for key, file in view.files.items():
         at.session_state[f"kept.{key}"] = file
-    return clean(at.switch_page(str(PAGES / f"{view.page}.py")).run())
+    return clean(at.run())
 
 
 def there_and_back(probe: str, config: Record, asked: list[tuple[str, Any]]) -> AppTest:
