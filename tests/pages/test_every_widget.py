@@ -266,8 +266,12 @@ def agreeing(at: AppTest) -> AppTest:
     assert exported or not ASKED, f"{ASKED[0][0]} was asked for, and what is exported is another request"
     now = {str(own.key): own.value for own in nodes(at) if isinstance(own, Widget)}
     for probe, config in exported:
-        view = front(probe).view(config)
-        wrong = {key: (now[key], value) for key, value in view.widgets.items() if key in now and now[key] != value}
+        said = {key: value for key, value in front(probe).view(config).widgets.items() if key in now}
+        # A page about one model takes one of the two of the sidebar, and tells which where it could be either.
+        about = set(said) & {"model", "against"} if len(config.models) == 1 else set()
+        assert {said.pop(key) for key in about} <= {now["model"], now["against"], runner.NOTHING}
+        assert len(config.models) > 1 or now.get("of", config.models[0]) == config.models[0]
+        wrong = {key: (now[key], value) for key, value in said.items() if now[key] != value}
         assert not wrong, f"{probe}: the page shows and asks for, by widget: {wrong}"
     return at
 

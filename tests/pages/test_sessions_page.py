@@ -154,7 +154,7 @@ def test_what_was_deleted_is_removed_for_good(store: Store) -> None:
     kept_lens("Mill")
     kept_lens("River", "the river runs")
     store.delete("Mill")
-    at = app().switch_page(SESSIONS).run()
+    at = open_page("sessions")
     at.button(key="purge").click()
     clean(at.run())
     assert store.sessions(deleted=True) == [] and [session.name for session in store.sessions()] == ["River"]

@@ -17,7 +17,7 @@ from tests.lab.sessions import made_probe
 POSTGRES = os.environ.get("ENGRAM_LAB_TEST_POSTGRES")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Report:
     """A report of the tests' own probe, which the lab knows while a test runs."""
     monkeypatch.setitem(sys.modules, made_probe.AT, made_probe)
@@ -25,8 +25,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Report:
 
 
 @pytest.fixture(params=["sqlite", *(["postgresql"] if POSTGRES else [])])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of a store that is not there yet."""
+def url(request: pytest.FixtureRequest, tmp_path: Path, made: Report) -> str:
+    """Of a store that is not there yet, in a lab that knows the tests' own probe."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'store.db'}"
     assert POSTGRES

@@ -24,6 +24,8 @@ from tests.full import examples
 from tests.lab.sessions import made_probe
 from tests.probes.kv.tiny import RIVER, opened
 
+pytestmark = pytest.mark.usefixtures("made")
+
 TEXTS = ("The river runs past the old mill", "Paris is the capital of France", "into the sea")
 
 
