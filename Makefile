@@ -4,11 +4,10 @@ ARGS ?=
 # Test processes of one thread each, which together are twice as fast as one process of as many threads.
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 WORKERS ?= $(if $(filter 1 2 3,$(CORES)),$(CORES),4)
-QUICK := not slow and not browser
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help app test test-all check format screenshots clean
+.PHONY: help app test test-all lint types quick every format screenshots clean
 
 help:
 	@echo "make app      install what the lab needs into .venv (once) and start it in the browser"
@@ -22,19 +21,24 @@ help:
 app: .venv/installed
 	@$(BIN)/engram-lab app $(ARGS)
 
-test: check
-	$(PYTEST) -m '$(QUICK)' $(ARGS)
+# Once the text is clean, the types are checked beside the tests.
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types quick
 
-test-all: check
-	$(PYTEST) $(ARGS)
+test-all: lint
+	@$(MAKE) --no-print-directory -j 2 types every
 
-# Each process gets its part of the files in order; whoever is done takes from the others.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
-
-check: .venv/installed-dev
+lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: .venv/installed-dev
 	$(BIN)/mypy
+
+# Each process gets its part of the files in order; whoever is done takes from the others.
+quick: SOME := -m 'not slow and not browser'
+quick every: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(SOME) $(ARGS)
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
