@@ -9,9 +9,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -197,15 +196,27 @@ def strangers(words: Sequence[str], received: Sequence[bytes]) -> list[str]:
     ]
 
 
-def test_many_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A lab for one at a time, which has computed nothing that the busy one is asked for."""
+    with serving(ENGRAM_LAB_DATA=str(tmp_path_factory.mktemp("quiet"))) as (where, _):
+        yield where
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """A lab for all at once, and its process."""
+    with serving(ENGRAM_LAB_DATA=str(tmp_path_factory.mktemp("busy"))) as lab:
+        yield lab
+
+
+def test_many_at_once_get_what_each_gets_alone(quiet: str, busy: tuple[str, int]) -> None:
     alone = [Seen() for _ in range(PEOPLE)]
-    with serving(ENGRAM_LAB_DATA=str(tmp_path / "alone")) as (address, _):
-        for person in range(PEOPLE):
-            visit(address, person, None, alone[person], None)
-    with serving(ENGRAM_LAB_DATA=str(tmp_path / "crowd")) as (address, pid):
-        began = time.monotonic()
-        together, resident = crowd(address, pid)
-        seconds = time.monotonic() - began
+    for person in range(PEOPLE):
+        visit(quiet, person, None, alone[person], None)
+    began = time.monotonic()
+    together, resident = crowd(*busy)
+    seconds = time.monotonic() - began
     wrong = differing(alone, together)
     runs = sum(len(seen.pages) for seen in together)
     errors = [error for seen in together for error in seen.errors]
@@ -231,12 +242,6 @@ def test_many_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
         assert resident.at["end"] < 1.01 * resident.at["settled"], resident.curve
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with serving(ENGRAM_LAB_DATA=str(tmp_path_factory.mktemp("lab"))) as (where, _):
-        yield where
-
-
 USERS = ("Wexleyan", "Ombersson")
 
 
@@ -247,13 +252,12 @@ def write(visitor: Visitor, name: str, steps: int) -> None:
     visitor.press("Write 10 facts")
 
 
-def test_two_people_write_facts_into_one_model(address: str, tmp_path: Path) -> None:
-    alone = []
-    with serving(ENGRAM_LAB_DATA=str(tmp_path / "alone")) as (other, _):
-        for steps, name in enumerate(USERS, 1):
-            with Visitor(other) as visitor:
-                write(visitor, name, steps)
-                alone.append(visitor.done().page())
+def test_two_people_write_facts_into_one_model(quiet: str, busy: tuple[str, int]) -> None:
+    alone, (address, _) = [], busy
+    for steps, name in enumerate(USERS, 1):
+        with Visitor(quiet) as visitor:
+            write(visitor, name, steps)
+            alone.append(visitor.done().page())
     with Visitor(address) as first, Visitor(address) as second, Visitor(address) as third:
         for steps, (visitor, name) in enumerate(zip((first, second), USERS, strict=True), 1):
             write(visitor, name, steps)
@@ -277,7 +281,8 @@ def told(visitor: Visitor, position: int) -> bool:
     return f"Waiting: {position} before you" in visitor.waited
 
 
-def test_waiting_shows_the_position_and_can_be_cancelled(address: str) -> None:
+def test_waiting_shows_the_position_and_can_be_cancelled(busy: tuple[str, int]) -> None:
+    address, _ = busy
     with Visitor(address) as first:
         people = [Visitor(address) for _ in range(5)]
         second, third, fourth, fifth, same = people
