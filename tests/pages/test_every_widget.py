@@ -49,6 +49,8 @@ from tests import memory_lab
 from tests.pages.driving import PAGES, clean, page_of
 from tests.probes.kv.tiny import RIVER, right
 
+pytestmark = pytest.mark.timeout(900)  # for machines that do other things too
+
 # A page as a link opens it, with little to compute. What it offers decides which widgets are tried.
 LINKS: dict[str, tuple[str, dict[str, str | list[str]]]] = {
     "start": ("start", {}),
