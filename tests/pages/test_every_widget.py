@@ -34,7 +34,7 @@ from streamlit.testing.v1.element_tree import (
     Widget,
 )  # fmt: skip
 
-from engram_lab.lab.app import reopened, runner
+from engram_lab.lab.app import progress, reopened, runner
 from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import scenarios
 from engram_lab.lab.fronts import export, facts_alternatives, front
@@ -159,7 +159,7 @@ def lab(memory_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     with memory_lab.few_texts(folder, (look, other)), memory_lab.served(memory_models) as patch:
         patch.setattr(facts_writing, "FIRST", 2)  # so that the second user has a fact of the three
-        patch.setattr(runner, "QUIET_SECONDS", math.inf)
+        patch.setattr(progress, "QUIET_SECONDS", math.inf)
         patch.setattr(runner, "run", noted)
         patch.setattr(facts_alternatives, "request", quick)
         yield
