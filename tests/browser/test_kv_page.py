@@ -47,7 +47,7 @@ def bars(traces: list[dict[str, Any]]) -> dict[str, float]:
 
 def agree(found: dict[str, float], wanted: dict[str, float]) -> None:
     assert found.keys() == wanted.keys()
-    assert all(np.isclose(found[name], wanted[name], atol=1e-4) for name in wanted)
+    assert all(np.isclose(found[name], wanted[name], atol=2e-3) for name in wanted)
 
 
 def test_the_drawn_ladder_is_the_probes(page: Page, address: str, handle: Handle) -> None:
@@ -74,7 +74,7 @@ def test_a_link_reopens_and_a_click_inspects(page: Page, address: str, handle: H
     (cells,) = [t for t in drawn(page, MAP) if t["type"] == "heatmap"]
     scenario = scenarios.find(OTHER, scenarios.library())
     result = kv_map.run([handle], MapConfig(MODEL, scenario, 2, align="split")).result
-    assert np.allclose(np.array(cells["z"]), result.recovery, atol=1e-4)
+    assert np.allclose(np.array(cells["z"]), result.recovery, atol=2e-3)
     settled(page)
     area = page.locator(".st-key-map .nsewdrag").first
     area.scroll_into_view_if_needed()
