@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 
 from engram_lab.lab.app import runner
 
 APP = Path(runner.__file__).with_name("entry.py")
 PAGES = APP.parents[2] / "pages"
+# AppTest reads the metadata of every installed package at each run, which takes longer than a page; once is enough.
+manifest_scanner.scan_component_manifests = functools.cache(manifest_scanner.scan_component_manifests)
 
 
 def page_of(name: str, **query: str | list[str]) -> AppTest:
