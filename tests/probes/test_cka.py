@@ -200,7 +200,9 @@ def test_large_sets_go_to_disk_in_pieces(pair: list[Handle], report: Report, mon
     monkeypatch.setattr(cka_math, "CROSS_BYTES", 1)
     again = run(pair, config_of(pair)).result
     np.testing.assert_allclose(again.cka, report.result.cka, atol=1e-5)
-    np.testing.assert_allclose(again.cka_low, report.result.cka_low, atol=1e-4)
+    # Where a draw of a few points has nearly no variance, a bound is a quotient of small numbers, here -6.4: as much
+    # of the value itself then, as another order of sums (other pieces, another ATEN_CPU_CAPABILITY) gives 5e-5 of it.
+    np.testing.assert_allclose(again.cka_low, report.result.cka_low, atol=1e-4, rtol=2e-4)
     np.testing.assert_allclose(again.biased, report.result.biased, atol=1e-5)
 
 
