@@ -16,10 +16,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engram_lab.lab.app import imports, shortage
 from engram_lab.lab.app.access import Guard
-from engram_lab.lab.app.streamlit_internals import end_process
+from engram_lab.lab.app.streamlit_internals import chart_script, end_process
 from engram_lab.models.errors import LabError
 
 APP = Path(__file__).with_name("entry.py")
@@ -93,7 +95,7 @@ def main(
     }
     shortage.few_arenas()
     bootstrap.load_config_options(options)
-    guarded = Guard(App(APP), (host, *access.names), access.password, access.login_header)
+    guarded = Guard(Preloading(App(APP), chart_script()), (host, *access.names), access.password, access.login_header)
     server = _Server(
         uvicorn.Config(
             guarded,
@@ -111,6 +113,25 @@ def main(
     threading.Thread(target=_prepare, args=(server, f"http://{host_in_address(host)}:{port}"), daemon=True).start()
     server.run(sockets=[listener])
     end_process()
+
+
+class Preloading:
+    """An app whose pages have the browser get a script at once, which it else asks for when the first chart comes."""
+
+    def __init__(self, app: ASGIApp, script: str | None) -> None:
+        self._app, self._script = app, script
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as the app does, with one more header for a page."""
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                if headers.get("content-type", "").startswith("text/html"):
+                    headers.append("link", f"<{self._script}>; rel=modulepreload")
+            await send(message)
+
+        await self._app(scope, receive, sending if self._script and scope["type"] == "http" else send)
 
 
 class _Server(uvicorn.Server):

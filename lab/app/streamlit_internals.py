@@ -1,6 +1,7 @@
 """What this app uses of other packages that they do not offer: all of it is here, and tested with the pinned releases.
 
 - Streamlit says no key's kind of widget: `settable_values` asks the session state behind st.session_state.
+- The browser's part of Streamlit asks for what draws charts when the first one comes: `chart_script` is its address.
 - nnsight gives every object of the process a `save`: `import_nnsight` takes it off again.
 - Python takes seconds to take everything apart: `end_process` leaves at once.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 # Widgets whose value may be set beforehand; buttons, uploads and tables may not.
@@ -34,6 +36,14 @@ def settable_values() -> dict[str, Any]:
         if metadata is not None and metadata.value_type in _SETTABLE:
             values[str(key)] = st.session_state[key]
     return values
+
+
+def chart_script() -> str | None:
+    """The path on the server of the script that draws charts, 4.7 MB; None where it cannot be told."""
+    import streamlit
+
+    scripts = list((Path(streamlit.__file__).parent / "static" / "static" / "js").glob("PlotlyChart.*.js"))
+    return f"/static/js/{scripts[0].name}" if len(scripts) == 1 else None
 
 
 def import_nnsight() -> None:

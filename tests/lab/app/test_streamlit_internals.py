@@ -41,6 +41,11 @@ def test_widgets_that_can_be_set_are_told_from_those_that_cannot() -> None:
     assert streamlit_internals.settable_values() == {}, "outside of a script"
 
 
+def test_the_script_that_draws_charts_is_found() -> None:
+    script = streamlit_internals.chart_script()
+    assert script is not None and script.startswith("/static/js/PlotlyChart.") and script.endswith(".js")
+
+
 def in_a_process(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
