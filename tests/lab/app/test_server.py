@@ -179,7 +179,7 @@ def test_with_the_password_pages_come(locked: App) -> None:
         assert page.status_code == 200 and "<title>Streamlit</title>" in page.text
         assert client.get("/", auth=None).status_code == 200, "by the cookie"
         script, _, rest = page.headers["link"].removeprefix("<").partition(">")
-        assert rest == "; rel=modulepreload" and "javascript" in client.head(script).headers["content-type"]
+        assert rest == "; rel=modulepreload" and "javascript" in client.get(script).headers["content-type"]
         assert "link" not in client.get("/_stcore/health").headers, "pages alone"
         cookies = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
     with locked.stream(additional_headers={HEADER: "ada", "Cookie": cookies}) as stream:
