@@ -59,6 +59,7 @@ def test_every_link_inside_leads_somewhere(page: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that need neither network nor hours, on the shipped models, in a folder of the reader's own."""
     monkeypatch.chdir(tmp_path)
