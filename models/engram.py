@@ -7,8 +7,8 @@ A memory layer L reads rows of its table by hashing the last N canonical ids, an
 
 What a token may look back to is its `reach`: the number of tokens before it in the same document. A document starts
 where `position_ids` do not count on by one, and after masked (padding) tokens. History and convolution stop there.
-Decoding state lives in extra layers of the ordinary transformers cache, over its whole length, so that cropping,
-reordering and copying a cache keep it right.
+Decoding state lives in extra layers of the ordinary transformers cache, whichever it is, over its whole length, so
+that cropping, reordering and copying a cache keep it right.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, cache_utils
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaPreTrainedModel, LlamaRMSNorm
 
 from engram_lab.models.canonical import canonical_map, map_sha256, tokenizer_sha256
+from engram_lab.models.errors import CacheError
 from engram_lab.models.hashing import NgramHash, layer_multipliers, rows_per_order, table_primes
 
 GATES = ("paper", "demo", "v41")
@@ -231,15 +232,46 @@ def document_mask(reach: Tensor, length: int, dtype: torch.dtype) -> Tensor | No
     return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
 
 
+_NotAttention: Any = getattr(cache_utils, "DummyLayer", object)  # not in every release of transformers
+
+
+class MemoryState(DynamicLayer, _NotAttention):
+    """A layer of a cache that holds what a memory looks back on, as its keys [batch, 1, pos, any].
+
+    It grows in any kind of cache, static and offloaded ones too, and stays on its device. To transformers it is a layer
+    without attention, so that masks and offloading are as without it: a cache with preallocated layers, above all, goes
+    on being taken for one, whose unused places must be masked.
+    """
+
+    is_compileable = True
+    supports_early_init = False
+
+
 def state_layers(cache: Cache, n_layers: int, n_memory: int) -> list[Any]:
     """The cache's extra layers behind its `n_layers` attention ones: the token history, then one per memory layer.
 
     The history holds (canonical id, reach, position) as its keys [batch, 1, pos, 3]; a memory layer holds its
-    normalised gated values [batch, 1, pos, d_model], which the convolution looks back on.
+    normalised gated values [batch, 1, pos, d_model], which the convolution looks back on. They are made in a cache
+    without tokens. CacheError for a cache of another kind, or with tokens that the memory has not seen.
     """
-    while len(cache.layers) < n_layers + 1 + n_memory:
-        cache.layers.append(DynamicLayer())
-    return cache.layers[n_layers:]
+    layers = getattr(cache, "layers", None)
+    if not isinstance(layers, list):
+        raise CacheError(
+            f"A memory cannot keep its state in a {type(cache).__name__}: use a dynamic or a static cache, or "
+            "use_cache=False."
+        )
+    while len(layers) < n_layers:  # a cache that makes its layers as they are needed
+        layers.append((cache.layer_class_to_replicate or DynamicLayer)())
+    past = int(cache.get_seq_length())
+    if len(layers) == n_layers and not past:
+        layers += [MemoryState() for _ in range(1 + n_memory)]
+    state = layers[n_layers:]
+    if len(state) != 1 + n_memory or any(layer.get_seq_length() != past for layer in state):
+        raise CacheError(
+            f"The cache holds {past} tokens whose memory is not in it, as it was made by another model: start with an "
+            "empty cache."
+        )
+    return state
 
 
 class _EngramInit:
@@ -252,6 +284,17 @@ class _EngramInit:
                 init.copy_(getattr(module, name), torch.from_numpy(value))
         elif isinstance(module, CausalDepthwiseConv):
             init.zeros_(module.weight)
+
+
+class MemoryGeneration:
+    """What generate() leaves to a model with a memory, beside what it does for any."""
+
+    def create_masks_for_generate(self, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """The mask [batch, past + pos] as it is, by which the memory knows padding: blocks make theirs of it."""
+        return attention_mask
+
+    def _valid_auto_compile_criteria(self, *_: Any) -> bool:
+        return False  # the history of a memory grows, which would be compiled anew for each token
 
 
 class MemoryStack:
@@ -343,7 +386,10 @@ class EngramModel(_EngramInit, MemoryStack, LlamaModel):
         if states and position_ids is not None and (attention_mask is None or attention_mask.dim() == 2):
             # transformers keeps packed documents apart only where there is no cache.
             mask = document_mask(states[0].keys[:, 0, :, 1], reach.shape[1], self.embed_tokens.weight.dtype)
-            attention_mask = attention_mask if mask is None else mask
+            if mask is not None:
+                # A static cache has places behind the tokens, which nothing may see.
+                unused = cache.get_mask_sizes(reach.shape[1], 0)[0] - mask.shape[-1]
+                attention_mask = nn.functional.pad(mask, (0, unused), value=torch.finfo(mask.dtype).min)
         return super().forward(
             input_ids=None if inputs_embeds is not None else input_ids,
             inputs_embeds=inputs_embeds,
@@ -356,7 +402,7 @@ class EngramModel(_EngramInit, MemoryStack, LlamaModel):
         )
 
 
-class EngramForCausalLM(_EngramInit, LlamaForCausalLM):
+class EngramForCausalLM(_EngramInit, MemoryGeneration, LlamaForCausalLM):
     """The causal language model; `AutoModelForCausalLM.from_pretrained` gives it once `models` is imported."""
 
     config_class = EngramConfig

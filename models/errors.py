@@ -13,6 +13,10 @@ class CheckpointError(LabError):
     """A checkpoint that is incomplete, damaged or of an architecture the lab cannot run."""
 
 
+class CacheError(LabError):
+    """A cache on which a model with a memory cannot go on."""
+
+
 class TokenizerMismatchError(LabError):
     """A tokenizer whose canonical ids are not those the memory was trained with."""
 

@@ -24,7 +24,14 @@ from transformers.cache_utils import DynamicCache
 
 from engram_lab.models import loading
 from engram_lab.models.canonical import canonical_map, map_sha256, tokenizer_sha256
-from engram_lab.models.engram import CACHE_ARGUMENT, EngramConfig, EngramMemory, MemoryStack, state_layers
+from engram_lab.models.engram import (
+    CACHE_ARGUMENT,
+    EngramConfig,
+    EngramMemory,
+    MemoryGeneration,
+    MemoryStack,
+    state_layers,
+)
 from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError
 from engram_lab.models.files import whole
 from engram_lab.models.handle import Handle
@@ -204,6 +211,7 @@ def attach(model: PreTrainedModel, tokenizer: Any, spec: Graft, canonical: np.nd
     stack.graft = spec  # type: ignore[assignment]
     stack.grafted = tuple(blocks[layer] for layer in spec.layers)  # type: ignore[assignment]
     stack.__class__ = _with(_GraftedStack, type(stack))
+    model.__class__ = _with(MemoryGeneration, type(model))
 
 
 def _memory_config(spec: Graft, d_model: int, n_layers: int, canonical: np.ndarray, tokenizer: Any) -> EngramConfig:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from engram_lab.models.engram import document_reach
+from engram_lab.models.engram import MemoryState, document_reach
 from engram_lab.models.errors import LabError, first_line
 
 PARTS = ("kv", "k", "v")
@@ -300,9 +300,8 @@ def _masks(kv: KV, donor: KV, edits: Sequence[KVEdit]) -> tuple[Tensor, Tensor]:
 def shared_cache(kv: KV) -> Cache:
     """The cache over the tensors of `kv` themselves: a forward appends by making new ones."""
     cache = DynamicCache()
-    pairs = [*zip(kv.keys, kv.values, strict=True), *((state, state[..., :0]) for state in kv.state)]
-    for keys, values in pairs:
-        layer = DynamicLayer()
+    attention = [(DynamicLayer(), *pair) for pair in zip(kv.keys, kv.values, strict=True)]
+    for layer, keys, values in [*attention, *((MemoryState(), state, state[..., :0]) for state in kv.state)]:
         if kv.n_tokens:
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
