@@ -1,0 +1,1 @@
+"""The pages of the app, thin: a form, a run, figures, exports."""
