@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 import pytest
+from plotly.colors import hex_to_rgb, label_rgb
 
 from engram_lab.lab.draw.theme import PALETTES
-from engram_lab.lab.fronts import FRONTS
+from engram_lab.lab.fronts import FRONTS, front
 from engram_lab.lab.sessions import difference as figures
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
@@ -47,7 +48,6 @@ def test_what_a_probe_is_about_comes_first(lens_runs: Any, gate_runs: Any) -> No
     assert {"models[0].kl_p10", "models[0].kl_p90"} == set(found[-2:])
     assert "models[0].token_ids" not in found and "models[0].layer_names" not in found
     assert figures.measures(*gate_runs)[:2] == ["gate", "gate_mean"]
-    assert set(figures.BEST) == set(FRONTS)
 
 
 def test_every_best_measure_is_an_array_of_its_probe() -> None:
@@ -63,7 +63,9 @@ def test_every_best_measure_is_an_array_of_its_probe() -> None:
                     found |= paths(inner, f"{at}{name}.")
         return found
 
-    for probe, best in figures.BEST.items():
+    for probe in FRONTS:
+        best = front(probe).COMPARED
+        assert best, probe
         assert set(best) <= paths(module_of(probe).RESULT, ""), probe
 
 
@@ -91,8 +93,9 @@ def test_two_axes_are_a_heat_map_around_no_difference(lens_runs: Any, mode: Any)
     np.testing.assert_array_equal(heat.z, gap)
     most = np.abs(gap).max()
     assert (heat.zmin, heat.zmid, heat.zmax) == (-most, 0, most)
-    low, middle, high = (colour for _, colour in heat.colorscale)
-    assert (low, high) == PALETTES[mode].series[:2] and middle == PALETTES[mode].panel
+    blue, orange = PALETTES[mode].series[:2]
+    expected = [label_rgb(hex_to_rgb(colour)) for colour in (blue, PALETTES[mode].panel, orange)]
+    assert [colour for _, colour in heat.colorscale] == expected
     assert heat.colorbar.title.text == "B − A, nats"
     layer, pos = np.unravel_index(np.abs(gap).argmax(), gap.shape)
     assert figure.layout.title.text == "KL, engram-mini in A, dense-mini in B: B minus A"
