@@ -22,7 +22,7 @@ from engram_lab.pages.facts_writing import User, Written
 from engram_lab.probes.base import Record, Report
 from engram_lab.probes.facts.density import SIZES, DensityConfig
 from engram_lab.probes.facts.layers import LayersConfig
-from engram_lab.probes.facts.sets import StatedFact, Writing, kl
+from engram_lab.probes.facts.sets import StatedFact, Writing, kl_of
 
 STACKED = "all users, stacked"
 TOP = 8  # next tokens
@@ -161,7 +161,7 @@ def a_prompt(handle: Handle, user: User, own: Written) -> None:
     st.markdown(
         f"**{marked} of {len(ids)} tokens read replaced rows (framed); "
         + (f"{len(ids) - differ} positions have the same bits before and after, the first that differs is {first}; "
-           f"KL at the last one {float(kl(before.logits, after.logits)[0, -1]):.4g} nats.**"
+           f"KL at the last one {float(kl_of(before.logits, after.logits)[0, -1]):.4g} nats.**"
            if differ else "every logit has the same bits before and after.**")
     )  # fmt: skip
     _frame(next_tokens(handle, before.logits[0, -1], after.logits[0, -1]))

@@ -20,6 +20,7 @@ from torch import Tensor
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import Edit, MemoryRead, edited_logits, memories
 from engram_lab.probes.base import Array, Progress, Record
+from engram_lab.probes.spans import token_text
 
 # Tokens at once in a knock-out: a few forwards of a long prompt, many of a short one.
 TOKENS = 4096
@@ -150,5 +151,5 @@ def knock_out(
                 progress((int(some[-1]) + 1) / len(runs), f"{handle.name}: gates shut one at a time")
     change = np.full((2, n_layers, n_pos), np.nan, dtype=np.float32)
     change[:, :, :length] = torch.cat(changes, dim=1).view(2, n_layers, length).numpy()
-    text = handle.pieces([target_id], whole=False)[0].decode(errors="backslashreplace")
+    text = token_text(handle, target_id)
     return KnockOut(position, target_id, text, float(intact[0]), float(intact[1]), change[0].copy(), change[1].copy())

@@ -27,6 +27,35 @@ if TYPE_CHECKING:
 Progress = Callable[[float, str], None]
 
 
+def part(progress: Progress | None, begin: float, end: float) -> Progress:
+    """The progress of a part that goes from the fraction `begin` to `end` of the whole, told as that of the whole."""
+
+    def tell(fraction: float, doing: str) -> None:
+        if progress is not None:
+            progress((1 - fraction) * begin + fraction * end, doing)
+
+    return tell
+
+
+def check_handles(handles: Sequence[Handle], number: int) -> None:
+    """LabError unless there are as many open models as a request names."""
+    if len(handles) != number:
+        named = "one model" if number == 1 else f"{number} models"
+        raise LabError(f"The request names {named}, and {len(handles)} were given.")
+
+
+def only(handles: Sequence[Handle]) -> Handle:
+    """The open model of a request of one; LabError for more, or none."""
+    check_handles(handles, 1)
+    return handles[0]
+
+
+def check_seed(seed: int, number: int, of: str = "bootstrap resamples") -> None:
+    """LabError for a seed below 0 or fewer than one of what is drawn with it."""
+    if seed < 0 or number < 1:
+        raise LabError(f"The seed must be 0 or more, and the number of {of} 1 or more.")
+
+
 @dataclass(frozen=True)
 class Array:
     """What an array field holds: `kl: Annotated[np.ndarray, Array("layer", "pos", unit="nats")]`.

@@ -18,8 +18,10 @@ import torch
 from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle
 from engram_lab.probes import cka_math, definitions
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_handles, check_seed
+from engram_lab.probes.batches import alike
 from engram_lab.probes.points import ENTITY, LAST, POINTS, choose
+from engram_lab.probes.stats import percentiles
 
 # One sentence for each figure, to print beside it.
 DEFINITIONS = definitions.CKA
@@ -53,8 +55,7 @@ class CKAConfig(Record):
             raise PromptError("No prompt was given: give at least one.")
         if self.points not in POINTS:
             raise LabError(f'The points are "{self.points}"; they must be {", ".join(POINTS[:-1])} or {POINTS[-1]}.')
-        if self.seed < 0 or self.bootstrap < 1:
-            raise LabError("The seed must be 0 or more, and the number of bootstrap resamples 1 or more.")
+        check_seed(self.seed, self.bootstrap)
         if self.prompts_b is not None and self.points != LAST:
             raise LabError('Two sets of texts have only their ends in common: choose the points "last".')
         if self.prompts_b is not None and len(self.prompts_b) != len(self.prompts):
@@ -121,8 +122,7 @@ def run(handles: Sequence[Handle], config: CKAConfig, progress: Progress | None 
     Sentences of equal lengths run together, each model sees each once. Raises PromptError, AlignmentError, or
     LabError for fewer than 4 points, or points at which every layer of a model is the same.
     """
-    if len(handles) != 2:
-        raise LabError(f"The request names 2 models, and {len(handles)} were given.")
+    check_handles(handles, len(config.models))
     texts = (config.prompts, config.prompts if config.prompts_b is None else config.prompts_b)
     twice = handles[0] is handles[1] and texts[0] == texts[1]
     first = [handles[0].encode(text) for text in texts[0]]
@@ -216,29 +216,26 @@ def _forwards(
 ) -> np.ndarray:
     """Run the sentences that have points and keep these; returns their order [point]."""
     members: dict[int, np.ndarray] = {int(n): np.flatnonzero(chosen.sentence == n) for n in np.unique(chosen.sentence)}
-    # Of one length, so that nothing is padded, which not every model takes as nothing.
-    by_length: dict[tuple[int, int], list[int]] = {}
-    for n in members:
-        by_length.setdefault((len(ids[0][n]), len(ids[1][n])), []).append(n)
+    sentences = list(members)
+    lengths = [(len(ids[0][n]), len(ids[1][n])) for n in sentences]
     order: list[np.ndarray] = []
     done = 0
-    for lengths, group in by_length.items():
-        size = max(1, BATCH_TOKENS // max(lengths))
-        for start in range(0, len(group), size):
-            batch = group[start : start + size]
-            points = [members[n] for n in batch]
-            row = torch.from_numpy(np.repeat(np.arange(len(batch)), [len(at) for at in points]))
-            order += points
-            for which in (0,) if twice else (0, 1):
-                handle = handles[which]
-                pos = torch.from_numpy((chosen.pos_a, chosen.pos_b)[which][np.concatenate(points)])
-                states = handle.residuals([ids[which][n] for n in batch]).states
-                device = states.device
-                with torch.inference_mode():
-                    spools[which].put(states[:, row.to(device), pos.to(device)].transpose(0, 1))
-            done += len(batch)
-            if progress is not None:
-                progress(FORWARDS * done / len(members), f"sentence {done} of {len(members)}")
+    # Of one length, so that nothing is padded, which not every model takes as nothing.
+    for numbers in alike(lengths, BATCH_TOKENS):
+        batch = [sentences[n] for n in numbers]
+        points = [members[n] for n in batch]
+        row = torch.from_numpy(np.repeat(np.arange(len(batch)), [len(at) for at in points]))
+        order += points
+        for which in (0,) if twice else (0, 1):
+            handle = handles[which]
+            pos = torch.from_numpy((chosen.pos_a, chosen.pos_b)[which][np.concatenate(points)])
+            states = handle.residuals([ids[which][n] for n in batch]).states
+            device = states.device
+            with torch.inference_mode():
+                spools[which].put(states[:, row.to(device), pos.to(device)].transpose(0, 1))
+        done += len(batch)
+        if progress is not None:
+            progress(FORWARDS * done / len(members), f"sentence {done} of {len(members)}")
     return np.concatenate(order)
 
 
@@ -252,7 +249,7 @@ def _hsic(
         sides = (spool.pieces(torch.from_numpy(k), device) for spool, k in zip(spools, keep, strict=True))
         return zip(*sides, strict=True)
 
-    def told(fraction: float) -> None:
+    def tell(fraction: float) -> None:
         if progress is not None:
             progress(FORWARDS + (1 - FORWARDS) * fraction, "all pairs of layers")
 
@@ -265,7 +262,7 @@ def _hsic(
                     "texts up to them are equal; give different ones."
                 )
         group = np.unique(sentence, return_inverse=True)[1]
-        return cka_math.hsic(lambda: read([~same for same in constant]), group, told), constant
+        return cka_math.hsic(lambda: read([~same for same in constant]), group, tell), constant
 
 
 def _figures(found: cka_math.Hsic, names: Sequence[Sequence[str]], config: CKAConfig, n_points: int) -> dict[str, Any]:
@@ -296,9 +293,7 @@ def _figures(found: cka_math.Hsic, names: Sequence[Sequence[str]], config: CKACo
     if len(found.shares[0]) > 1:
         drawn = [derived(cka) for cka in cka_math.resampled(found, config.bootstrap, config.seed)]
         for name in list(figures):
-            values = np.concatenate([each[name] for each in drawn])
             # A resample without a positive match has no alignment; a layer that never has one has no interval.
-            some = ~np.isnan(values).all(axis=0)
-            low, high = np.nanquantile(np.where(some, values, 0), [0.025, 0.975], axis=0)
-            figures[f"{name}_low"], figures[f"{name}_high"] = (np.where(some, v, np.nan) for v in (low, high))
+            low, high = percentiles(np.concatenate([block[name] for block in drawn]))
+            figures[f"{name}_low"], figures[f"{name}_high"] = low, high
     return {k: float(v) if k.startswith("mean_lead") else np.asarray(v) for k, v in figures.items()}

@@ -18,6 +18,7 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.memory import memories
 from engram_lab.models.ngrams import engram_model
 from engram_lab.probes.base import Record
+from engram_lab.probes.spans import text_of, token_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +63,6 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return (np.cumsum(counts) - (counts - 1) / 2)[member] - (len(values) + 1) / 2
 
 
-def token_text(handle: Handle, token_id: int) -> str:
-    return handle.pieces([token_id], whole=False)[0].decode(errors="backslashreplace")
-
-
 def ranking(
     handle: Handle,
     prompts: Sequence[str],
@@ -92,7 +89,7 @@ def ranking(
             order=len(gram),
             canonical_ids=tuple(map(int, gram)),
             texts=tuple(normalise(text) or text for text in texts),
-            example=raw.decode(errors="backslashreplace"),
+            example=text_of(raw),
             count=count,
             mean_gate=means[0],
             mean_written_norm=means[1],

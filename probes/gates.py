@@ -23,10 +23,11 @@ from engram_lab.models.handle import Handle, single_token
 from engram_lab.models.memory import CONTROLS, Edit, MemoryRead, check_edit, memories, read_memory
 from engram_lab.probes import definitions
 from engram_lab.probes.attribution import Attribution, KnockOut, attribution, knock_out, parts, targets_of
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, arrays_of
-from engram_lab.probes.gate_statistics import Ngram, canonical_map, learned_ceilings, ranking, spearman, token_text
-from engram_lab.probes.lens import mean_interval, resample_weights, scalar_fields, spans_of
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, arrays_of, check_seed, only
+from engram_lab.probes.gate_statistics import Ngram, canonical_map, learned_ceilings, ranking, spearman
 from engram_lab.probes.lens_math import lens_statistics
+from engram_lab.probes.spans import spans_of, texts_of, token_text
+from engram_lab.probes.stats import draws, mean_interval, scalar_fields
 
 # One sentence for each figure, to print beside it.
 DEFINITIONS = definitions.GATES
@@ -62,8 +63,7 @@ class GatesConfig(Record):
             raise LabError(f"The gates are those of one model, not of {len(self.models)}.")
         if not self.prompts:
             raise PromptError("No prompt was given: give at least one.")
-        if self.seed < 0 or self.bootstrap < 1:
-            raise LabError("The seed must be 0 or more, and the number of bootstrap resamples 1 or more.")
+        check_seed(self.seed, self.bootstrap)
         if self.min_count < 1 or self.ranked < 1:
             raise LabError("The smallest count of an n-gram and the number of n-grams ranked must be 1 or more.")
         for control in self.controls:
@@ -177,9 +177,7 @@ def run(handles: Sequence[Handle], config: GatesConfig, progress: Progress | Non
 
     Requests that cannot be served are refused before the first forward: PromptError, TargetError, LabError.
     """
-    if len(handles) != 1:
-        raise LabError(f"The request names one model, and {len(handles)} were given.")
-    (handle,) = handles
+    handle = only(handles)
     memories(handle)
     target_id = None if config.target is None else single_token(handle, config.target)
     edits = [edit_of(control, config.seed) for control in config.controls]
@@ -273,11 +271,11 @@ def _result(
     spans = [spans_of(handle, prompt, own) for prompt, own in zip(config.prompts, ids, strict=True)]
     index = np.repeat(np.arange(len(ids)), [len(own) for own in ids])
     counted = np.concatenate([own.counted for own in spans])
-    weights = resample_weights(config)  # type: ignore[arg-type]  # it reads prompts, seed and bootstrap
+    drawn = draws(len(config.prompts), config.bootstrap, config.seed)
 
     def mean(values: np.ndarray) -> tuple:
         """(mean, low, high), each [...], of values [..., pos]."""
-        found = mean_interval(values.reshape(-1, values.shape[-1]), counted, index, weights)
+        found = mean_interval(values.reshape(-1, values.shape[-1]), counted, index, drawn)
         return tuple(None if own is None else own.reshape(values.shape[:-1]) for own in found)
 
     gate, written, loss = (_joined(intact, name) for name in ("gate", "written_norm", "loss"))
@@ -305,7 +303,7 @@ def _result(
         name=handle.name,
         layers=handle.engram_layers,
         layer_names=handle.layer_names,
-        token_texts=tuple(piece.decode(errors="backslashreplace") for own in spans for piece in own.pieces),
+        token_texts=texts_of([piece for prompt in spans for piece in prompt.pieces]),
         **fields,
         ceiling=gate_ceiling(handle.d_model, memories(handle)[0].gate_variant),
         ceiling_learned=learned_ceilings(handle),

@@ -24,7 +24,7 @@ import numpy as np
 
 from engram_lab.models.errors import AlignmentError, DataError, LabError
 from engram_lab.models.handle import Handle
-from engram_lab.probes.lens import Spans, align, spans_of
+from engram_lab.probes.spans import Spans, align, spans_of
 
 ENTITY, ALL, LAST = "entity", "all", "last"
 POINTS = (ENTITY, ALL, LAST)

@@ -27,8 +27,9 @@ from engram_lab.models.memory import memories, read_memory
 from engram_lab.models.ngrams import Ngrams
 from engram_lab.models.row_counts import RowCounts
 from engram_lab.probes import definitions
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.row_usage import Usage, usage
+from engram_lab.probes.spans import text_of
 
 # One sentence for each figure, to print beside it.
 DEFINITIONS = definitions.ROWS
@@ -151,9 +152,7 @@ def run(handles: Sequence[Handle], config: RowsConfig, progress: Progress | None
     Raises LabError for a model without memory, a layer that has none, a position that is not in the prompt, or
     counts that are of another model.
     """
-    if len(handles) != 1:
-        raise LabError(f"The request names one model, and {len(handles)} were given.")
-    (handle,) = handles
+    handle = only(handles)
     modules = dict(zip(handle.engram_layers, memories(handle), strict=True))
     layer = handle.engram_layers[0] if config.layer is None else config.layer
     if layer not in modules:
@@ -189,7 +188,7 @@ def run(handles: Sequence[Handle], config: RowsConfig, progress: Progress | None
         layer=layer,
         position=position,
         token_id=ids[position],
-        token_text=_text(handle.pieces(ids)[position]),
+        token_text=text_of(handle.pieces(ids)[position]),
         gate=gate,
         gated_norm=abs(gate) * float(values.sum(dim=0).norm()),
         written_norm=float(read.written[at, 0, position].float().norm()),
@@ -256,7 +255,7 @@ def _grams(handle: Handle, ids: Sequence[int], lookback: list[int], text: list[N
     found = []
     for order in range(2, len(lookback) + 1):
         raw, canonical = tuple(ids[-order:]), tuple(lookback[:order][::-1])
-        raw_text = _text(b"".join(handle.pieces(ids)[-order:]))
+        raw_text = text_of(b"".join(handle.pieces(ids)[-order:]))
         count = None
         if text is not None:
             own = text[order - 2]
@@ -328,7 +327,7 @@ def _said(handle: Handle, logits: Tensor, top_k: int) -> list[Said]:
     for name, descending in (("promoted", True), ("suppressed", False)):
         values, ids = (part[:, :k] for part in logits.sort(dim=-1, descending=descending, stable=True))
         used = ids.unique().tolist()
-        names = dict(zip(used, map(_text, handle.pieces(used, whole=False)), strict=True))
+        names = dict(zip(used, map(text_of, handle.pieces(used, whole=False)), strict=True))
         fields.append(
             [
                 {f"{name}_ids": tuple(i), f"{name}_texts": tuple(names[n] for n in i), name: v.float().numpy()}
@@ -336,7 +335,3 @@ def _said(handle: Handle, logits: Tensor, top_k: int) -> list[Said]:
             ]
         )
     return [Said(**up, **down) for up, down in zip(*fields, strict=True)]
-
-
-def _text(piece: bytes) -> str:
-    return piece.decode(errors="backslashreplace")

@@ -9,7 +9,7 @@ finding of Engram (arXiv 2601.07372).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -20,8 +20,10 @@ from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import Edit, check_edit, edited_logits
 from engram_lab.probes import definitions
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_handles, check_seed, part
+from engram_lab.probes.batches import by_length, padded
 from engram_lab.probes.gates import edit_of
+from engram_lab.probes.stats import draws, percentiles, ratio
 
 DEFINITIONS = definitions.SENSITIVITY
 INTACT = "as it is"
@@ -71,12 +73,11 @@ class SensitivityConfig(Record):
             raise LabError(f"This takes one model with a memory, or two models, not {len(self.models)}.")
         if not self.sets:
             raise DataError("No text set was given: give at least one.")
-        if len({own.name for own in self.sets}) < len(self.sets):
+        if len({texts.name for texts in self.sets}) < len(self.sets):
             raise DataError("Two text sets have the same name: give each its own.")
         if len(set(self.controls)) < len(self.controls):
             raise LabError("A control is named twice: name each once.")
-        if self.seed < 0 or self.bootstrap < 1:
-            raise LabError("The seed must be 0 or more, and the number of bootstrap resamples 1 or more.")
+        check_seed(self.seed, self.bootstrap)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,27 +109,22 @@ CONFIG, RESULT = SensitivityConfig, SensitivityResult
 
 def run(handles: Sequence[Handle], config: SensitivityConfig, progress: Progress | None = None) -> Report:
     """The losses of every set under every condition; LabError and DataError before the first forward."""
-    if len(handles) != len(config.models):
-        raise LabError(f"The request names {len(config.models)} models, and {len(handles)} were given.")
+    check_handles(handles, len(config.models))
     edits: list[tuple[Handle, Edit | None]] = [(handles[0], None)]
     for control in config.controls:
         edits.append((handles[0], edit_of(control, config.seed)))
         check_edit(handles[0], edits[-1][1] or Edit())
     edits += [(handle, None) for handle in handles[1:]]
-    items = [item for own in config.sets for item in own.items]
+    items = [item for texts in config.sets for item in texts.items]
     encoded = {id(handle): [_encode(handle, item) for item in items] for handle in handles}
     measured = []
     for n, (handle, edit) in enumerate(edits):
         name = handle.name if edit is None else f"{handle.name}, {config.controls[n - 1]}"
-
-        def told(fraction: float, n: int = n, name: str = name) -> None:
-            if progress is not None:
-                progress((n + fraction) / len(edits), name)
-
-        measured.append(_scores(handle, encoded[id(handle)], edit, told))
+        tell = part(progress, n / len(edits), (n + 1) / len(edits))
+        measured.append(_scores(handle, encoded[id(handle)], edit, name, tell))
     loss, tokens, top = (np.stack(part) for part in zip(*measured, strict=True))
     conditions = (INTACT, *config.controls, *(handle.name for handle in handles[1:]))
-    ids = [[own for own, _ in encoded[id(handle)]] for handle in handles]
+    ids = [[tokens for tokens, _ in encoded[id(handle)]] for handle in handles]
     return Report(
         "sensitivity",
         config,
@@ -160,31 +156,22 @@ def _encode(handle: Handle, item: Item) -> tuple[tuple[int, ...], int]:
     raise DataError(f'The answer "{item.answer}" of "{item.text[-40:]}" is no token of its own for {handle.name}.')
 
 
-def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Items of like length together, at most BATCH_TOKENS with their padding; the same for the same lengths."""
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        if batch and lengths[index] * (len(batch) + 1) > BATCH_TOKENS:
-            yield batch
-            batch = []
-        batch.append(index)
-    yield batch
-
-
 def _scores(
-    handle: Handle, encoded: Sequence[tuple[tuple[int, ...], int]], edit: Edit | None, told: Callable[[float], None]
+    handle: Handle,
+    encoded: Sequence[tuple[tuple[int, ...], int]],
+    edit: Edit | None,
+    name: str,
+    progress: Progress | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(summed loss, scored tokens, whether the first scored token is the top one), each [item]."""
     loss, top = np.zeros(len(encoded)), np.zeros(len(encoded), dtype=bool)
     tokens = np.array([len(ids) - first for ids, first in encoded], dtype=np.int64)
     lengths, done = [len(ids) for ids, _ in encoded], 0
-    for batch in _batches(lengths):
-        longest = max(lengths[i] for i in batch)
-        # Padding behind a text changes nothing before it: attention, hash and convolution all look back only.
-        padded = torch.tensor([[*encoded[i][0], *[0] * (longest - lengths[i])] for i in batch])
+    for batch in by_length(lengths, BATCH_TOKENS):
+        together = padded([encoded[i][0] for i in batch])
         with handle.running():
-            logits = handle.residuals(padded).logits if edit is None else edited_logits(handle, padded, edit)
-            following = padded[:, 1:].to(logits.device)
+            logits = handle.residuals(together).logits if edit is None else edited_logits(handle, together, edit)
+            following = together[:, 1:].to(logits.device)
             nats = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().flatten(0, 1), following.flatten(), reduction="none"
             ).view_as(following)
@@ -194,7 +181,8 @@ def _scores(
             loss[i] = nats[row, first : lengths[i] - 1].double().sum().item()
             top[i] = bool(best[row, first])
         done += len(batch)
-        told(done / len(encoded))
+        if progress is not None:
+            progress(done / len(encoded), name)
     return loss, tokens, top
 
 
@@ -207,18 +195,16 @@ def _result(
     answered: Sequence[bool],
 ) -> SensitivityResult:
     """The means and intervals of loss, tokens and top [condition, item]."""
-    index = np.repeat(np.arange(len(config.sets)), [len(own.items) for own in config.sets])
+    index = np.repeat(np.arange(len(config.sets)), [len(texts.items) for texts in config.sets])
     rng = np.random.default_rng(config.seed)
-    draws = []
-    for own in config.sets:
-        n = len(own.items)
-        drawn = rng.multinomial(n, np.full(n, 1 / n), size=config.bootstrap).astype(np.float64)
-        draws.append(np.concatenate([np.ones((1, n)), drawn]))  # the first draw takes every item once
+    drawn = []
+    for n in (len(texts.items) for texts in config.sets):  # of a single item every resample is that one
+        drawn.append(np.broadcast_to(draws(n, config.bootstrap, rng), (1 + config.bootstrap, n)))
 
     def means(s: int) -> np.ndarray:
         """Loss a token [draw, condition] of one set."""
         mine = index == s
-        return (draws[s] @ loss[:, mine].T) / (draws[s] @ tokens[:, mine].T)
+        return ratio(drawn[s] @ loss[:, mine].T, drawn[s] @ tokens[:, mine].T)
 
     losses = np.stack([means(s) for s in range(len(config.sets))])  # [set, draw, condition]
     changes = losses - losses[:, :, :1]
@@ -230,10 +216,10 @@ def _result(
             share[s] = top[:, mine].mean(axis=1)
     fields: dict[str, np.ndarray] = {}
     for name, values in (("loss", losses), ("change", changes), ("contrast", contrasts)):
-        low, high = np.quantile(values[:, 1:], [0.025, 0.975], axis=1)
+        low, high = percentiles(values[:, 1:].swapaxes(0, 1))
         fields |= {name: values[:, 0].copy(), f"{name}_low": low, f"{name}_high": high}
     return SensitivityResult(
-        sets=tuple(own.name for own in config.sets),
+        sets=tuple(texts.name for texts in config.sets),
         conditions=conditions,
         n_items=np.bincount(index, minlength=len(config.sets)).astype(np.int64),
         n_tokens=np.array([tokens[0, index == s].sum() for s in range(len(config.sets))]),

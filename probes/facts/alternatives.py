@@ -14,6 +14,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from engram_lab.models.errors import DataError
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import memories
 from engram_lab.models.overlay import Overlay, prepare
-from engram_lab.probes.base import Progress, Protocol, Report
+from engram_lab.probes.base import Progress, Protocol, Report, only, part
 from engram_lab.probes.facts.alternatives_result import (
     AS_FAR,
     CLOSED,
@@ -45,7 +46,7 @@ from engram_lab.probes.facts.alternatives_result import (
     summarise,
 )
 from engram_lab.probes.facts.lora import Adapter, Coded, train_adapters
-from engram_lab.probes.facts.sets import StatedFact, Writing, encoded, one_of, write
+from engram_lab.probes.facts.sets import StatedFact, Writing, encoded, write
 
 __all__ = [
     "DEFINITIONS",
@@ -86,7 +87,7 @@ class _Method:
 
 def run(handles: Sequence[Handle], config: AlternativesConfig, progress: Progress | None = None) -> Report:
     """Write the facts in every way, then ask for them and read unrelated texts; LabError before the first forward."""
-    handle = one_of(handles)
+    handle = only(handles)
     memories(handle)
     prompts = prompts_of(config.facts)
     coded = encoded(handle, prompts)
@@ -97,9 +98,10 @@ def run(handles: Sequence[Handle], config: AlternativesConfig, progress: Progres
         if len(own.body) < 2:
             raise DataError(f'The text "{text}" is one token for {handle.name}, which leaves nothing to score.')
     shares = [1, 3, *(8 for _ in config.ranks), 4, 6]
-    parts = iter(_parts(progress, shares))
+    ends = np.cumsum(shares) / sum(shares)
+    parts = map(partial(part, progress), [0.0, *ends[:-1]], ends)
     methods, adapters, layer = _methods(handle, config, coded[: len(config.facts)], parts)
-    more, told = _prefixed(handle, config, texts, methods[0])
+    more, n_told = _prefixed(handle, config, texts, methods[0])
     methods += more
     chance, rank = _recall(handle, methods, texts[: len(prompts)], answers, next(parts))
     drift = _drift(handle, methods, texts, len(prompts), next(parts))
@@ -132,26 +134,12 @@ def run(handles: Sequence[Handle], config: AlternativesConfig, progress: Progres
         n_positions=int(drift.tokens.sum() + len(drift.tokens)),
         bytes=np.array([method.stored for method in methods]),
         extra_tokens=np.array([sum(map(len, own)) / len(prompts) for own in before]),
-        facts_in_prompt=told,
+        facts_in_prompt=n_told,
         lora_loss=tuple(adapter.loss for adapter in adapters),
         peft=peft_version(),
         seconds=np.array([method.seconds for method in methods]) if config.time else None,
     )
     return Report("facts alternatives", config, Protocol.of([handle], ids, config.seed), result)
-
-
-def _parts(progress: Progress | None, shares: Sequence[int]) -> list[Progress]:
-    """One progress for each part of the work, of these shares."""
-    ends = np.cumsum(shares) / sum(shares)
-
-    def part(begin: float, end: float) -> Progress:
-        def told(done: float, what: str) -> None:
-            if progress is not None:
-                progress(begin + (end - begin) * done, what)
-
-        return told
-
-    return [part(*both) for both in zip([0.0, *ends[:-1]], ends, strict=True)]
 
 
 def _split(handle: Handle, ids: Sequence[int]) -> _Text:

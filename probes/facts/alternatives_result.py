@@ -25,6 +25,7 @@ from engram_lab.probes.facts.sets import (
     paraphrase_items,
     recall_items,
 )
+from engram_lab.probes.stats import draws, percentiles, ratio
 
 NOTHING, CLOSED, OPTIMISED, PROMPT, RETRIEVAL = (
     "nothing", "rows, closed form", "rows, optimised", "facts in the prompt", "facts retrieved",
@@ -181,46 +182,29 @@ def summarise(
     for mine in (~paraphrase, paraphrase):
         _, index = np.unique(fact_of[mine], return_inverse=True)  # the facts that have such prompts
         member = np.eye(index.max(initial=-1) + 1)[index]  # [prompt, fact]
-        draws = _draws(member.shape[1], config.bootstrap, config.seed)
+        drawn = draws(member.shape[1], config.bootstrap, config.seed)
         top1, top5, mean = (
-            _ratio(draws @ (values[:, mine] @ member).T, (draws @ member.sum(0))[:, None])
+            ratio(drawn @ (values[:, mine] @ member).T, (drawn @ member.sum(0))[:, None])
             for values in (rank == 0, rank < 5, np.exp(chance))
         )
         kinds.append({"top1": top1, "top5": top5, "mean": mean, "gap": top1 - top1[:, rows : rows + 1]})
-    found: dict[str, np.ndarray] = {}
+    fields: dict[str, np.ndarray] = {}
     for name in kinds[0]:
-        told = [_with_interval(name, own[name]) for own in kinds]
-        found |= {key: np.stack([own[key] for own in told]) for key in told[0]}
-    draws = _draws(len(drift.tokens), config.bootstrap, config.seed + 1)
-    tokens, positions = draws @ drift.tokens, draws @ (drift.tokens + 1)
-    change, size = (draws @ own.T / tokens[:, None] for own in (drift.change, drift.size))
-    kl = draws @ drift.kl.T / positions[:, None]
-    more, more_kl = (_ratio(own, own[:, rows : rows + 1]) for own in (size, kl))
-    for name, own in (("change", change), ("size", size), ("kl", kl), ("more", more), ("more_kl", more_kl)):
-        found |= _with_interval(name, own)
-    return found
-
-
-def _draws(n: int, resamples: int, seed: int) -> np.ndarray:
-    """How often each of n is taken, [1 + resample, n]: the first takes every one once; of fewer than 2 none follows."""
-    if n < 2:
-        return np.ones((1, n))
-    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
-    return np.concatenate([np.ones((1, n)), drawn])
-
-
-def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """above / below, NaN where below is 0."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(below == 0, np.nan, above / below)
+        of_kinds = [_with_interval(name, kind[name]) for kind in kinds]
+        fields |= {key: np.stack([kind[key] for kind in of_kinds]) for key in of_kinds[0]}
+    drawn = draws(len(drift.tokens), config.bootstrap, config.seed + 1)
+    tokens, positions = drawn @ drift.tokens, drawn @ (drift.tokens + 1)
+    change, size = (drawn @ sums.T / tokens[:, None] for sums in (drift.change, drift.size))
+    kl = drawn @ drift.kl.T / positions[:, None]
+    more, more_kl = (ratio(values, values[:, rows : rows + 1]) for values in (size, kl))
+    for name, values in (("change", change), ("size", size), ("kl", kl), ("more", more), ("more_kl", more_kl)):
+        fields |= _with_interval(name, values)
+    return fields
 
 
 def _with_interval(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
     """values [1 + resample, method]: the first, and 95 % of the others; NaN where a resample has no value."""
-    if len(values) == 1:
-        low = high = np.full(values.shape[1], np.nan)
-    else:
-        low, high = np.quantile(values[1:], [0.025, 0.975], axis=0)
+    low, high = percentiles(np.where(np.isnan(values[1:]).any(axis=0), np.nan, values[1:]))
     return {name: values[0].copy(), f"{name}_low": low.copy(), f"{name}_high": high.copy()}
 
 

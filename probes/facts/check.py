@@ -22,7 +22,7 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.memory import Edit, memories, read_memory
 from engram_lab.models.overlay import Overlay, check_overlay, prepare
 from engram_lab.probes import definitions
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.facts.addresses import EditedReads, alias_items
 from engram_lab.probes.facts.locality import Locality, locality
 from engram_lab.probes.facts.sets import (
@@ -36,7 +36,6 @@ from engram_lab.probes.facts.sets import (
     batches,
     check_request,
     encoded,
-    one_of,
     paraphrase_items,
     recall_items,
     score,
@@ -94,7 +93,7 @@ CONFIG, RESULT = CheckConfig, CheckResult
 
 def run(handles: Sequence[Handle], config: CheckConfig, progress: Progress | None = None) -> Report:
     """Write the facts, ask, compare, undo. LabError for facts that cannot be written."""
-    handle = one_of(handles)
+    handle = only(handles)
     part = _parts(progress, (0.0, 0.4, 1.0))
     overlay, report = write(handle, config.facts, config.writing, part(0))
     result = measure(handle, overlay, config, part(1), report)

@@ -18,7 +18,7 @@ from engram_lab.models.errors import DataError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Overlay, Stack, prepare
 from engram_lab.probes import definitions
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, part
 from engram_lab.probes.facts.addresses import address_groups
 from engram_lab.probes.facts.sets import (
     WRITING,
@@ -30,7 +30,6 @@ from engram_lab.probes.facts.sets import (
     check_request,
     encoded,
     interval,
-    one_of,
     recall_items,
     write,
 )
@@ -114,7 +113,7 @@ CONFIG, RESULT = DensityConfig, DensityResult
 
 def run(handles: Sequence[Handle], config: DensityConfig, progress: Progress | None = None) -> Report:
     """Write and ask every group of every size, then the stacks; sizes beyond the number of facts are left out."""
-    handle = one_of(handles)
+    handle = only(handles)
     encode_facts(handle, [own.fact for own in config.facts])  # refused as a whole, before anything is written
     n = len(config.facts)
     sizes = [size for size in config.sizes if size <= n]
@@ -124,39 +123,36 @@ def run(handles: Sequence[Handle], config: DensityConfig, progress: Progress | N
     total = len(sizes) + (2 if config.stacks and n > 1 else 0)
     columns = []
     for done, size in enumerate(sizes):
-
-        def told(part: float, done: int = done, size: int = size) -> None:
-            if progress is not None:
-                progress((done + part) / total, f"{size} fact{'s' * (size > 1)} at a time")
-
-        columns.append(_of_size(handle, config, groups[size], told))
+        columns.append(_of_size(handle, config, groups[size], part(progress, done / total, (done + 1) / total)))
     stacks: tuple[StackCase, ...] = ()
     if config.stacks and n > 1:
         if progress is not None:
             progress(len(sizes) / total, "two users")
         stacks = _stacks(handle, config)
     layer = config.writing.layer if config.writing.layer is not None else handle.engram_layers[-1]
-    fields = {name: np.array([own[name] for own in columns]) for name in columns[0]}
+    fields = {name: np.array([column[name] for column in columns]) for name in columns[0]}
     result = DensityResult(name=handle.name, layer=layer, sizes=tuple(sizes), **fields, stacks=stacks)
     ids = [[prompt for prompt, _ in encoded(handle, recall_items(config.facts))]]
     return Report("facts density", config, Protocol.of(handles, ids, config.seed), result)
 
 
-def _of_size(handle: Handle, config: DensityConfig, groups: Sequence[Sequence[int]], told: Any) -> dict[str, Any]:
+def _of_size(
+    handle: Handle, config: DensityConfig, groups: Sequence[Sequence[int]], progress: Progress
+) -> dict[str, Any]:
     """The figures of one size."""
     n = len(config.facts)
     probability, top1, top5, aliased = (np.full(n, np.nan) for _ in range(4))
     rows = shared = distinct = 0
     for done, group in enumerate(groups):
-        told(done / len(groups))
-        own = [config.facts[i] for i in group]
-        overlay, report = write(handle, own, config.writing)
-        asked = ask(handle, prepare(handle, overlay), recall_items(own))
+        progress(done / len(groups), f"{len(group)} fact{'s' * (len(group) > 1)} at a time")
+        facts = [config.facts[i] for i in group]
+        overlay, report = write(handle, facts, config.writing)
+        asked = ask(handle, prepare(handle, overlay), recall_items(facts))
         probability[group], top1[group], top5[group] = asked.probability_after, asked.top1_after, asked.top5_after
         aliased[group] = 0
         aliased[[group[i] for alias in report.aliases for i in alias]] = 1
         rows, shared = rows + report.rows, shared + report.shared_rows
-        distinct += len(address_groups(handle, report.layer, own))
+        distinct += len(address_groups(handle, report.layer, facts))
     known = ~np.isnan(top1)
     free = np.where(aliased == 0, top1, np.nan)
     figures: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import memories
 from engram_lab.models.overlay import prepare
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, part
 from engram_lab.probes.facts import sets
 from engram_lab.probes.facts.check import places_of
 from engram_lab.probes.facts.sets import (
@@ -27,7 +27,6 @@ from engram_lab.probes.facts.sets import (
     check_request,
     encoded,
     interval,
-    one_of,
     paraphrase_items,
     recall_items,
     write,
@@ -94,7 +93,7 @@ FIGURES = ("top1", "top5", "probability", "paraphrase_top1", "specificity", "sam
 
 def run(handles: Sequence[Handle], config: LayersConfig, progress: Progress | None = None) -> Report:
     """Write, ask and undo at each layer; LabError for a layer without a memory before anything is written."""
-    handle = one_of(handles)
+    handle = only(handles)
     memories(handle)
     layers = config.layers or handle.engram_layers
     for layer in layers:
@@ -103,28 +102,21 @@ def run(handles: Sequence[Handle], config: LayersConfig, progress: Progress | No
             raise LabError(f"{handle.name} has no memory at layer {layer}: its memory layers are {has}.")
     found: list[dict[str, Any]] = []
     for n, layer in enumerate(layers):
-
-        def told(done: float, what: str, n: int = n) -> None:
-            if progress is not None:
-                progress((n + done) / len(layers), what)
-
-        found.append(_at(handle, config, layer, told))
-    fields = {name: np.array([own[name] for own in found]) for name in found[0]}
+        found.append(_at(handle, config, layer, part(progress, n / len(layers), (n + 1) / len(layers))))
+    fields = {name: np.array([figures[name] for figures in found]) for name in found[0]}
     result = LayersResult(handle.name, tuple(layers), **fields)
     ids = [[prompt for prompt, _ in encoded(handle, recall_items(config.facts))]]
     return Report("facts layers", config, Protocol.of(handles, ids, config.seed), result)
 
 
-def _at(handle: Handle, config: LayersConfig, layer: int, told: Progress) -> dict[str, Any]:
+def _at(handle: Handle, config: LayersConfig, layer: int, progress: Progress) -> dict[str, Any]:
     """The figures of one layer."""
     facts = config.facts
-    overlay, report = write(
-        handle, facts, replace(config.writing, layer=layer), lambda done, what: told(0.6 * done, what)
-    )
+    overlay, report = write(handle, facts, replace(config.writing, layer=layer), part(progress, 0, 0.6))
     patch, what = prepare(handle, overlay), f"asking at layer {layer}"
-    asked = ask(handle, patch, recall_items(facts), told=lambda done: told(0.6 + 0.1 * done, what))
-    other = ask(handle, patch, paraphrase_items(facts), told=lambda done: told(0.7 + 0.1 * done, what))
-    neighbours = ask_neighbours(handle, patch, facts, told=lambda done: told(0.8 + 0.2 * done, what))
+    asked = ask(handle, patch, recall_items(facts), told=lambda done: progress(0.6 + 0.1 * done, what))
+    other = ask(handle, patch, paraphrase_items(facts), told=lambda done: progress(0.7 + 0.1 * done, what))
+    neighbours = ask_neighbours(handle, patch, facts, told=lambda done: progress(0.8 + 0.2 * done, what))
     columns = (
         asked.top1_after, asked.top5_after, asked.probability_after, other.top1_after, neighbours.wins_after,
         neighbours.same_top,

@@ -25,7 +25,7 @@ from engram_lab.models.overlay import Overlay, Patch, prepare
 from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Record
 from engram_lab.probes.facts.addresses import EditedReads, address_groups
-from engram_lab.probes.facts.sets import StatedFact, batches, before_and_after, encoded, kl, logits_of, recall_items
+from engram_lab.probes.facts.sets import StatedFact, batches, before_and_after, encoded, kl_of, logits_of, recall_items
 
 DISTANCES = 16  # the trigger's position and 15 behind it
 DEFINITIONS = definitions.LOCALITY
@@ -155,7 +155,7 @@ def difference(text: str, before: Tensor, after: Tensor, why: str) -> Difference
     if torch.equal(before, after):
         return None
     at = (before != after).any(-1).nonzero().flatten()
-    gap, divergence = (before.float() - after.float()).abs().max(), kl(before, after).max()
+    gap, divergence = (before.float() - after.float()).abs().max(), kl_of(before, after).max()
     return Difference(text, len(at), int(at[0]), float(gap), float(divergence), why)
 
 
@@ -196,7 +196,7 @@ def _unrelated(
                     by_ngram=int((hit[n] & ngram).sum()),
                     by_collision=int((hit[n] & ~ngram).sum()),
                     differs=int(differs.sum()),
-                    kl=float(kl(before, after).max()),
+                    kl=float(kl_of(before, after).max()),
                 ),
             )
         )
@@ -244,7 +244,7 @@ def _sentences(
         left, left_equal = left + at[n] - first, left_equal + int(same[first : at[n]].sum())
         found = difference(given[n], before[:first], after[:first], "nothing edited was read yet: not explained")
         exceptions += [] if found is None else [found]
-        behind = kl(before[at[n] :], after[at[n] :]).double().cpu().numpy()
+        behind = kl_of(before[at[n] :], after[at[n] :]).double().cpu().numpy()
         total[: len(behind)] += behind
         differ[: len(behind)] += (~same[at[n] :]).cpu().numpy()
         n_at[: len(behind)] += 1

@@ -6,10 +6,9 @@ the same forward of the same batch with the overlays: every comparison of bits i
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -19,9 +18,11 @@ from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Fact, Overlay, Patch, Stack, prepare
 from engram_lab.probes import definitions
-from engram_lab.probes.base import Array, Progress, Record
+from engram_lab.probes.base import Array, Progress, Record, arrays_of, check_seed
+from engram_lab.probes.batches import by_length, padded
 from engram_lab.probes.facts.writing import METHODS, WriteReport, encode_facts, write_facts
-from engram_lab.probes.gate_statistics import token_text
+from engram_lab.probes.spans import token_text
+from engram_lab.probes.stats import draws, kl, ratio_interval
 
 Edits = Patch | Sequence[Overlay | Stack | None]
 MAX_STEPS, MAX_RATE = 1000, 1000
@@ -91,15 +92,7 @@ def check_request(models: Sequence[str], facts: Sequence[StatedFact], seed: int,
         if own.fact in seen:
             raise DataError(f"The fact {own.fact} is given twice: keep one of them.")
         seen.add(own.fact)
-    if seed < 0 or bootstrap < 1:
-        raise LabError("The seed must be 0 or more, and the number of bootstrap resamples 1 or more.")
-
-
-def one_of(handles: Sequence[Handle]) -> Handle:
-    """The model of a request of one."""
-    if len(handles) != 1:
-        raise LabError(f"The request names one model, and {len(handles)} were given.")
-    return handles[0]
+    check_seed(seed, bootstrap)
 
 
 def write(
@@ -123,24 +116,10 @@ def write(
 
 
 def batches(handle: Handle, texts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
-    """(numbers of the texts, ids [batch, pos]) of texts of like length, padded at the end.
-
-    What is behind a text changes nothing in it: attention, hash and convolution look back only.
-    """
+    """(numbers of the texts, ids [batch, pos]) of texts of like length, padded at the end."""
     most = min(BATCH_TOKENS, max(1, BATCH_LOGITS // handle.vocab_size))
-    batch: list[int] = []
-
-    def padded() -> tuple[list[int], Tensor]:
-        longest = max(len(texts[n]) for n in batch)
-        return batch, torch.tensor([[*texts[n], *[0] * (longest - len(texts[n]))] for n in batch])
-
-    for number in sorted(range(len(texts)), key=lambda n: (len(texts[n]), n)):
-        if batch and len(texts[number]) * (len(batch) + 1) > most:
-            yield padded()
-            batch = []
-        batch.append(number)
-    if batch:
-        yield padded()
+    for batch in by_length(list(map(len, texts)), most):
+        yield batch, padded([texts[n] for n in batch])
 
 
 def logits_of(handle: Handle, ids: Tensor, patch: Patch | None) -> Tensor:
@@ -172,10 +151,9 @@ def before_and_after(
             told(done / len(texts))
 
 
-def kl(before: Tensor, after: Tensor) -> Tensor:
+def kl_of(before: Tensor, after: Tensor) -> Tensor:
     """KL(before || after) [...] in nats of logits [..., vocab], by float32 log-softmax; 0 where the bits agree."""
-    first, second = before.float().log_softmax(-1), after.float().log_softmax(-1)
-    divergence = (first.exp() * (first - second)).sum(-1)
+    divergence = kl(before.float().log_softmax(-1), after.float().log_softmax(-1))
     return torch.where((before == after).all(-1), 0.0, divergence)
 
 
@@ -229,14 +207,14 @@ def ask(
     """
     coded = encoded(handle, items)
     texts = [(*prompt, *answer[:-1]) for prompt, answer in coded]
-    found: list[dict[str, object]] = [{} for _ in items]
+    rows: list[dict[str, Any]] = [{} for _ in items]
     for n, before, after in before_and_after(handle, patch, texts, told):
         prompt, answer = coded[n]
         last, wanted = len(prompt) - 1, torch.tensor(answer, device=before.device).unsqueeze(1)
         first = before[last].clone()
         first[answer[0]] = -torch.inf
         rival = int(first.argmax()) if rivals is None else rivals[n]
-        row: dict[str, object] = {"rival_texts": token_text(handle, rival)}
+        row: dict[str, Any] = {"rival_texts": token_text(handle, rival)}
         for when, logits in (("before", before), ("after", after)):
             asked = logits[last:].float()
             chances = asked.log_softmax(-1).gather(1, wanted)
@@ -249,24 +227,22 @@ def ask(
             row[f"wins_{when}"] = np.nan if rival == answer[0] else float(asked[0, answer[0]] > asked[0, rival])
             row[f"said_{when}"] = token_text(handle, int(asked[0].argmax()))
         row["same_top"] = int(before[last].argmax()) == int(after[last].argmax())
-        row["kl"], row["same_bits"] = float(kl(before[last], after[last])), torch.equal(before, after)
+        row["kl"], row["same_bits"] = float(kl_of(before[last], after[last])), torch.equal(before, after)
         row["edited_reads"] = 0 if reads is None else int(reads(prompt)[:, -1].sum())
-        found[n] = row
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(Asked)}
-    dtypes = {"probability": np.float32, "kl": np.float32, "wins": np.float64, "edited": np.int64}
-    columns = {
-        name: tuple(row[name] for row in found)
-        if kind.startswith("tuple")
-        else np.array([row[name] for row in found], dtype=dtypes.get(name.partition("_")[0], np.bool_))
-        for name, kind in kinds.items()
-        if name not in ("fact", "prompts", "answers", "answer_ids")
-    }
+        rows[n] = row
+    arrays = arrays_of(Asked)
+    columns: dict[str, Any] = {}
+    for name in (
+        field.name for field in fields(Asked) if field.name not in ("fact", "prompts", "answers", "answer_ids")
+    ):
+        column = [row[name] for row in rows]
+        columns[name] = np.array(column, dtype=arrays[name].dtype) if name in arrays else tuple(column)
     return Asked(
         fact=np.array([n for n, _ in items], dtype=np.int64),
-        prompts=tuple(own.prompt for _, own in items),
-        answers=tuple(own.answer for _, own in items),
+        prompts=tuple(item.prompt for _, item in items),
+        answers=tuple(item.answer for _, item in items),
         answer_ids=tuple(answer for _, answer in coded),
-        **columns,  # type: ignore[arg-type]
+        **columns,
     )
 
 
@@ -295,18 +271,13 @@ def score(name: str, asked: Asked, before: np.ndarray, after: np.ndarray, seed: 
 
 def interval(groups: np.ndarray, values: np.ndarray, seed: int, bootstrap: int) -> tuple[float, float, float]:
     """(mean, low, high) of values [item], resampled by groups [item]; without an interval for a single group."""
-    values = values.astype(np.float64)
-    known = ~np.isnan(values)
+    known = ~np.isnan(values.astype(np.float64))
     if not known.any():
         return (np.nan,) * 3
     _, index = np.unique(groups[known], return_inverse=True)
-    sums, counts = np.bincount(index, weights=values[known]), np.bincount(index)
-    mean, n = float(sums.sum() / counts.sum()), len(counts)
-    if n == 1:
-        return mean, np.nan, np.nan
-    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=bootstrap)
-    low, high = np.quantile((drawn @ sums) / (drawn @ counts), [0.025, 0.975])
-    return mean, float(low), float(high)
+    sums, counts = np.bincount(index, weights=values[known].astype(np.float64)), np.bincount(index)
+    mean, low, high = ratio_interval(sums, counts, draws(len(counts), bootstrap, seed))
+    return float(mean), float(low), float(high)
 
 
 def recall_items(facts: Sequence[StatedFact]) -> list[tuple[int, Expected]]:

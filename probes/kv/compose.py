@@ -24,10 +24,11 @@ from engram_lab.models.kv import KV, splice
 from engram_lab.models.kv_runs import Prefill, check_kv, prefill, recompute
 from engram_lab.models.rotary import Rotary, find_rotary, move
 from engram_lab.probes import definitions
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.kv.append import ROUNDS, Timing, behind, seconds
-from engram_lab.probes.kv.scenario import texts_of
-from engram_lab.probes.kv.swap import check_request, one_of
+from engram_lab.probes.kv.swap import check_request
+from engram_lab.probes.spans import texts_of
+from engram_lab.probes.stats import kl
 
 PREFIX = (
     "You are the clerk of a small harbour. Answer from the page of today's log, and from nothing else. The harbour has "
@@ -137,7 +138,7 @@ class _Text:
 
 def run(handles: Sequence[Handle], config: ComposeConfig, progress: Progress | None = None) -> Report:
     """Compositions of one text; a model without a rotary embedding is refused with the reason, as a LabError."""
-    handle = one_of(handles)
+    handle = only(handles)
     prefix_ids, given, suffix_ids = parts(handle, config)
     lengths = [len(given), *(n for n in config.lengths if n != len(given))]
     if (longest := len(prefix_ids) + max(lengths) + len(suffix_ids)) > handle.context:
@@ -184,7 +185,7 @@ def run(handles: Sequence[Handle], config: ComposeConfig, progress: Progress | N
         k=np.array([own[3] for own in made], dtype=np.int64),
         computed=np.array([own[4] for own in made], dtype=np.int64),
         cosine=torch.cosine_similarity(got, wanted, dim=-1).cpu().numpy(),
-        kl=(log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0).cpu().numpy(),
+        kl=kl(log_p, log_q).clamp_min(0).cpu().numpy(),
         same_top=(tops == wanted.argmax(-1)).cpu().numpy(),
         same_decision=np.array([a == b for a, b in zip(decided, _decided(config, firsts, wanted), strict=True)]),
         largest_difference=(got - wanted).abs().amax(-1).cpu().numpy(),

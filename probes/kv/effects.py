@@ -21,7 +21,9 @@ from engram_lab.models.kv import KV, KVEdit, swap_each
 from engram_lab.models.kv_runs import continue_from, prefill
 from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Record
-from engram_lab.probes.kv.scenario import Pair, texts_of
+from engram_lab.probes.kv.scenario import Pair
+from engram_lab.probes.spans import texts_of
+from engram_lab.probes.stats import kl
 
 DEFINITIONS = definitions.EFFECTS
 BUDGET = 2**28  # bytes of caches in one batch; a constant, as the batch's shape decides the last bits
@@ -120,7 +122,7 @@ def effects(batches: Iterable[Tensor], pair: Pair, clean: Clean, reference: Tens
                 probs[:, 1],
                 logits.argmax(-1),
                 torch.cosine_similarity(logits, reference[None], dim=-1),
-                (log_reference.exp() * (log_reference - log_p)).sum(-1).clamp_min(0),
+                kl(log_reference, log_p).clamp_min(0),
             )
         )
     return Effects(*(torch.cat(column).cpu().numpy() for column in zip(*columns, strict=True)))

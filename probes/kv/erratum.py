@@ -23,11 +23,11 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV
 from engram_lab.models.kv_runs import check_kv, prefill
 from engram_lab.probes import definitions
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.kv.append import ROUNDS, Added, Timing, added, seconds
 from engram_lab.probes.kv.effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.scenario import Pair, Scenario, answer_ids, prepare, prompt_ids
-from engram_lab.probes.kv.swap import check_request, one_of
+from engram_lab.probes.kv.swap import check_request
 
 VALUE, BEFORE = "{value}", "{before}"
 SAID = ("nothing", "erratum", "irrelevant", "wrong", "new prompt")
@@ -126,7 +126,7 @@ CONFIG, RESULT = ErratumConfig, ErratumResult
 
 def run(handles: Sequence[Handle], config: ErratumConfig, progress: Progress | None = None) -> Report:
     """Corrections of one scenario; all that cannot be served is refused before the first forward, as a LabError."""
-    handle, scenario = one_of(handles), config.scenario
+    handle, scenario = only(handles), config.scenario
     pair = prepare(handle, scenario, config.align)
     said: dict[str, str | None] = {"nothing": None} | {
         name: filled(scenario, name) for name in SAID[1:4] if getattr(scenario, name).strip()

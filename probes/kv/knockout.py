@@ -21,10 +21,11 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV, KVEdit, blank_each, swap_each
 from engram_lab.models.kv_runs import check_kv, continue_from, prefill
 from engram_lab.probes import definitions
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only
 from engram_lab.probes.kv.effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
-from engram_lab.probes.kv.scenario import Pair, Scenario, prepare, texts_of
-from engram_lab.probes.kv.swap import check_request, one_of
+from engram_lab.probes.kv.scenario import Pair, Scenario, prepare
+from engram_lab.probes.kv.swap import check_request
+from engram_lab.probes.spans import texts_of
 
 TARGETS = ("field", "notes", "downstream", "positions")
 HOWS = ("zero", "mean", "random", "unrelated")
@@ -61,8 +62,7 @@ class KnockoutConfig(Record):
                 raise LabError(f"Name at least one {what} of a knock-out, each once, of: {', '.join(known)}.")
         if ("positions" in self.targets) != bool(self.positions):
             raise LabError('Chosen positions and the target "positions" go together: give both or neither.')
-        if self.seed < 0 or self.draws < 1:
-            raise LabError("The seed must be 0 or more, and the number of draws 1 or more.")
+        check_seed(self.seed, self.draws, "draws")
         if not self.unrelated.strip():
             raise PromptError("The unrelated text is empty: type at least one word.")
 
@@ -103,7 +103,7 @@ CONFIG, RESULT = KnockoutConfig, KnockoutResult
 
 def run(handles: Sequence[Handle], config: KnockoutConfig, progress: Progress | None = None) -> Report:
     """The knock-outs of one scenario; all that cannot be served is refused before the first forward, as a LabError."""
-    handle = one_of(handles)
+    handle = only(handles)
     pair = prepare(handle, config.scenario, config.align)
     where = {
         "field": pair.field,

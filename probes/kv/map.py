@@ -18,7 +18,7 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KVEdit
 from engram_lab.models.kv_runs import check_kv
 from engram_lab.probes import definitions
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.kv.effects import (
     Oracle,
     differing,
@@ -30,7 +30,7 @@ from engram_lab.probes.kv.effects import (
     run_clean,
 )
 from engram_lab.probes.kv.scenario import Pair, Scenario, prepare
-from engram_lab.probes.kv.swap import check_request, one_of
+from engram_lab.probes.kv.swap import check_request
 
 DEFINITIONS = definitions.MAP
 
@@ -75,7 +75,7 @@ CONFIG, RESULT = MapConfig, MapResult
 
 def run(handles: Sequence[Handle], config: MapConfig, progress: Progress | None = None) -> Report:
     """The map of one scenario; LabError before the first forward for what cannot be served."""
-    handle = one_of(handles)
+    handle = only(handles)
     pair = prepare(handle, config.scenario, config.align)
     groups = layer_groups(handle.n_layers, config.groups)
     check_kv(handle)

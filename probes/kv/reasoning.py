@@ -24,11 +24,12 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.kv import stack, swap
 from engram_lab.models.kv_runs import check_kv, continue_from, generate
 from engram_lab.probes import definitions
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.kv.append import behind, closing, tail
 from engram_lab.probes.kv.effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.scenario import Pair, Scenario, prepare
-from engram_lab.probes.kv.swap import check_request, one_of
+from engram_lab.probes.kv.swap import check_request
+from engram_lab.probes.spans import texts_of
 
 SOURCES = ("old", "field", "new")
 CUE = "\nBefore the answer, once more what the text says:"
@@ -77,7 +78,7 @@ CONFIG, RESULT = ReasoningConfig, ReasoningResult
 
 def run(handles: Sequence[Handle], config: ReasoningConfig, progress: Progress | None = None) -> Report:
     """Writing before the answer, for one scenario; what cannot be served is refused before, as a LabError."""
-    handle, scenario = one_of(handles), config.scenario
+    handle, scenario = only(handles), config.scenario
     pair = prepare(handle, scenario, config.align)
     cue = behind(handle, "" if scenario.chat else tail(scenario), config.cue)
     asked, most = closing(handle, scenario), config.tokens[-1]
@@ -122,7 +123,7 @@ def run(handles: Sequence[Handle], config: ReasoningConfig, progress: Progress |
         written=np.array([len(own) for own in cut], dtype=np.int64),
         effects=_together(found),
         holds=np.repeat(np.array(holds, dtype=bool), len(SOURCES)),
-        texts=tuple(b"".join(handle.pieces(own, whole=False)).decode(errors="backslashreplace") for own in cut),
+        texts=texts_of([b"".join(handle.pieces(tokens, whole=False)) for tokens in cut]),
         question=tail(scenario),
         digests=clean.digests,
     )

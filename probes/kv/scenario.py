@@ -15,7 +15,7 @@ import numpy as np
 from engram_lab.models.errors import AlignmentError, DataError, PromptError, TargetError, first_line
 from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Array, Record
-from engram_lab.probes.lens import spans_of
+from engram_lab.probes.spans import spans_of, texts_of
 
 FIELD = "{field}"
 ALIGN = ("refuse", "split")
@@ -223,11 +223,6 @@ def prepare(handle: Handle, scenario: Scenario, align: str = "refuse") -> Pair:
         answer_texts=(first_tokens[0], first_tokens[1]),
         answer_lengths=(len(answers[0]), len(answers[1])),
     )
-
-
-def texts_of(pieces: Sequence[bytes]) -> tuple[str, ...]:
-    """Pieces as text, a byte that is no whole character as \\xNN."""
-    return tuple(piece.decode(errors="backslashreplace") for piece in pieces)
 
 
 def _value_tokens(handle: Handle, text: str, ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:

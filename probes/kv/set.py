@@ -18,11 +18,12 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KVEdit, blank_each
 from engram_lab.models.kv_runs import check_kv, continue_from
 from engram_lab.probes import definitions
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only
 from engram_lab.probes.kv.effects import edited, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.knockout import answer_kept, notes
 from engram_lab.probes.kv.scenario import Pair, Scenario, prepare
-from engram_lab.probes.kv.swap import check_request, one_of
+from engram_lab.probes.kv.swap import check_request
+from engram_lab.probes.stats import draws, percentiles, ratio
 
 # Of the new prompt's cache swapped in, and of the old prompt's cleared.
 EDITS = ("field", "downstream", "notes", "notes zero", "downstream zero", "notes mean")
@@ -48,8 +49,7 @@ class SetConfig(Record):
             raise DataError("No scenario was given: give at least one.")
         if len({scenario.id for scenario in self.scenarios}) < len(self.scenarios):
             raise DataError("Two scenarios have the same id: give each its own.")
-        if self.seed < 0 or self.bootstrap < 1:
-            raise LabError("The seed must be 0 or more, and the number of bootstrap resamples 1 or more.")
+        check_seed(self.seed, self.bootstrap)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class _Row:
 
 def run(handles: Sequence[Handle], config: SetConfig, progress: Progress | None = None) -> Report:
     """Every scenario by itself; one that cannot be served becomes a row with the reason."""
-    handle = one_of(handles)
+    handle = only(handles)
     pairs: list[Pair | str] = []
     for scenario in config.scenarios:
         try:
@@ -117,8 +117,8 @@ def run(handles: Sequence[Handle], config: SetConfig, progress: Progress | None 
         if progress is not None:
             progress(n / len(pairs), f"scenario {scenario.id}")
         rows.append(_Row(pair) if isinstance(pair, str) else _row(handle, pair))
-    ids = [[own for pair in pairs if not isinstance(pair, str) for own in (pair.ids_old, pair.ids_new)]]
-    return Report("kv set", config, Protocol.of(handles, ids, config.seed), _result(handle.name, config, rows))
+    prompt_ids = [[ids for pair in pairs if not isinstance(pair, str) for ids in (pair.ids_old, pair.ids_new)]]
+    return Report("kv set", config, Protocol.of(handles, prompt_ids, config.seed), _result(handle.name, config, rows))
 
 
 def _row(handle: Handle, pair: Pair) -> _Row:
@@ -156,19 +156,15 @@ def _result(name: str, config: SetConfig, rows: Sequence[_Row]) -> SetResult:
     names = (*dict.fromkeys(kinds.tolist()), ALL)
     rng = np.random.default_rng(config.seed)
     means, intervals, flips, contrasts = [], [], [], []
-    draws: list[np.ndarray] = []  # [resample, scenario] how often each scenario is drawn
     of_kind = [*(kinds == kind for kind in names[:-1]), np.ones(len(rows), dtype=bool)]
-    for mine in (own & right for own in of_kind):
-        n = int(mine.sum())
-        drawn = np.zeros((config.bootstrap + 1, len(rows)))
-        drawn[0, mine] = 1  # the first takes every scenario once
-        if n:
-            drawn[1:, mine] = rng.multinomial(n, np.full(n, 1 / n), size=config.bootstrap)
-        draws.append(drawn)
+    drawn_of: list[np.ndarray] = []  # for each kind [1 + resample, scenario], 0 for those of the others
+    for mine in (members & right for members in of_kind):
+        drawn_of.append(np.zeros((config.bootstrap + 1, len(rows))))
+        drawn_of[-1][:, mine] = draws(int(mine.sum()), config.bootstrap, rng)
     values = np.concatenate([recovery, recovery[:, :1] - recovery[:, 1:2]], axis=1)
-    for drawn in draws:
+    for drawn in drawn_of:
         averaged = _means(values, drawn)
-        low, high = _interval(averaged[1:] if drawn[0].sum() > 1 else averaged[:0])
+        low, high = percentiles(averaged[1:] if drawn[0].sum() > 1 else averaged[:0])
         means.append(averaged[0, :-1])
         intervals.append((low[:-1], high[:-1]))
         contrasts.append((averaged[0, -1], low[-1], high[-1]))
@@ -202,24 +198,14 @@ def _result(name: str, config: SetConfig, rows: Sequence[_Row]) -> SetResult:
         contrast=contrast[:, 0].copy(),
         contrast_low=contrast[:, 1].copy(),
         contrast_high=contrast[:, 2].copy(),
-        said=tuple(_said(int(drawn[0].sum()), *row) for drawn, row in zip(draws, contrast.tolist(), strict=True)),
+        said=tuple(_said(int(drawn[0].sum()), *row) for drawn, row in zip(drawn_of, contrast.tolist(), strict=True)),
     )
 
 
 def _means(values: np.ndarray, drawn: np.ndarray) -> np.ndarray:
     """Weighted means [draw, column] of values [scenario, column], NaN left out."""
     there = ~np.isnan(values)
-    with np.errstate(invalid="ignore"):
-        return (drawn @ np.where(there, values, 0.0)) / (drawn @ there)
-
-
-def _interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95 % of values [resample, column]; NaN for a column that has none."""
-    low, high = np.full(values.shape[1], np.nan), np.full(values.shape[1], np.nan)
-    known = ~np.isnan(values).all(axis=0)
-    if known.any():
-        low[known], high[known] = np.nanquantile(values[:, known], [0.025, 0.975], axis=0)
-    return low, high
+    return ratio(drawn @ np.where(there, values, 0.0), drawn @ there)
 
 
 def _said(n: int, contrast: float, low: float, high: float) -> str:

@@ -20,7 +20,7 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.kv import PARTS, KVEdit, swap
 from engram_lab.models.kv_runs import check_kv, continue_from
 from engram_lab.probes import definitions
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only
 from engram_lab.probes.kv.effects import (
     Clean,
     Effects,
@@ -63,8 +63,7 @@ class SwapConfig(Record):
             raise LabError("No layer is named: name at least one, or none at all for every layer.")
         if any(k < 1 for k in (*self.last, *self.best, *self.random)):
             raise LabError("The numbers of positions must be 1 or more.")
-        if self.seed < 0 or self.draws < 1:
-            raise LabError("The seed must be 0 or more, and the number of draws 1 or more.")
+        check_seed(self.seed, self.draws, "draws")
 
 
 def check_request(models: Sequence[str], align: str, part: str = "kv") -> None:
@@ -119,7 +118,7 @@ class _Step:
 
 def run(handles: Sequence[Handle], config: SwapConfig, progress: Progress | None = None) -> Report:
     """The ladder of one scenario; all that cannot be served is refused before the first forward, as a LabError."""
-    handle = one_of(handles)
+    handle = only(handles)
     pair = prepare(handle, config.scenario, config.align)
     layers = chosen_layers(handle, config.layers)
     check_kv(handle)
@@ -168,13 +167,6 @@ def run(handles: Sequence[Handle], config: SwapConfig, progress: Progress | None
         digests=clean.digests,
     )
     return Report("kv swap", config, Protocol.of(handles, [[pair.ids_old, pair.ids_new]], config.seed), result)
-
-
-def one_of(handles: Sequence[Handle]) -> Handle:
-    """The one model of a request."""
-    if len(handles) != 1:
-        raise LabError(f"The request names 1 model, and {len(handles)} were given.")
-    return handles[0]
 
 
 def chosen_layers(handle: Handle, layers: Sequence[int] | None) -> tuple[int, ...]:
