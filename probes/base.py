@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -228,6 +228,10 @@ class Protocol(Record):
         return cls(models, ids, seed, versions())
 
 
+Config = TypeVar("Config", bound=Record, covariant=True)
+Result = TypeVar("Result", bound=Record, covariant=True)
+
+
 def versions() -> dict[str, str]:
     """Releases of what computes the numbers; "source" for one that runs without being installed."""
     found = {"python": platform.python_version()}
@@ -241,13 +245,17 @@ def versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Report(Record):
-    """What every probe returns and every export holds, with just these keys."""
+class Report(Record, Generic[Config, Result]):
+    """What every probe returns and every export holds, with just these keys.
+
+    `Report[LensConfig, LensResult]` is a report of the lens: mypy knows the fields of its config and its result. Of a
+    bare `Report`, of any probe, it knows nothing.
+    """
 
     probe: str
-    config: Any
+    config: Config
     protocol: Protocol
-    result: Any
+    result: Result
 
     def to_json(self) -> str:
         """One line of JSON; the same request gives the same bytes."""

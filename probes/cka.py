@@ -116,7 +116,7 @@ class CKAResult(Record):
 CONFIG, RESULT = CKAConfig, CKAResult
 
 
-def run(handles: Sequence[Handle], config: CKAConfig, progress: Progress | None = None) -> Report:
+def run(handles: Sequence[Handle], config: CKAConfig, progress: Progress | None = None) -> Report[CKAConfig, CKAResult]:
     """CKA of all pairs of layers of two handles, which may be the same one twice.
 
     Sentences of equal lengths run together, each model sees each once. Raises PromptError, AlignmentError, or
@@ -168,7 +168,7 @@ def names_of(config: CKAConfig) -> tuple[str, str]:
     return (a, b) if a != b else (f"{a} (A)", f"{b} (B)")
 
 
-def looks_like(report: Report, layer: str, of: int = 0) -> str:
+def looks_like(report: Report[CKAConfig, CKAResult], layer: str, of: int = 0) -> str:
     """One sentence: "Layer 3 of A looks like layer 5.2 of B (95 % interval 5.0 to 5.5)." `of` is 0 for A, 1 for B."""
     result, names = report.result, names_of(report.config)
     layers, side = ((result.layers_a, "a"), (result.layers_b, "b"))[of]

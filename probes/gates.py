@@ -172,7 +172,9 @@ class _Run:
     log_p: Tensor
 
 
-def run(handles: Sequence[Handle], config: GatesConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: GatesConfig, progress: Progress | None = None
+) -> Report[GatesConfig, GatesResult]:
     """The gates of one model on the prompts of `config`, each prompt and control in a forward of its own.
 
     Requests that cannot be served are refused before the first forward: PromptError, TargetError, LabError.

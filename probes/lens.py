@@ -71,7 +71,9 @@ def depends(handles: Sequence[Handle], config: LensConfig) -> list[str]:
     return ["" if path is None else f"{path} {path.stat().st_mtime_ns}" for path in found]
 
 
-def run(handles: Sequence[Handle], config: LensConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: LensConfig, progress: Progress | None = None
+) -> Report[LensConfig, LensResult]:
     """The lens of one model or two on the prompts of `config`; prompts of one length share a forward.
 
     All requests that cannot be served are refused before the first forward: PromptError, TargetError,

@@ -146,7 +146,9 @@ class RowsResult(Record):
 CONFIG, RESULT = RowsConfig, RowsResult
 
 
-def run(handles: Sequence[Handle], config: RowsConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: RowsConfig, progress: Progress | None = None
+) -> Report[RowsConfig, RowsResult]:
     """The rows behind one position, and the usage of the layer over the brought text.
 
     Raises LabError for a model without memory, a layer that has none, a position that is not in the prompt, or

@@ -107,7 +107,9 @@ class SensitivityResult(Record):
 CONFIG, RESULT = SensitivityConfig, SensitivityResult
 
 
-def run(handles: Sequence[Handle], config: SensitivityConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: SensitivityConfig, progress: Progress | None = None
+) -> Report[SensitivityConfig, SensitivityResult]:
     """The losses of every set under every condition; LabError and DataError before the first forward."""
     check_handles(handles, len(config.models))
     edits: list[tuple[Handle, Edit | None]] = [(handles[0], None)]

@@ -47,7 +47,7 @@ def unpack(data: bytes) -> Report:
         arrays = load(data)  # checks that the tensors' bytes are all there, once each
         stored = _metadata(data)
         _check(arrays, stored)
-        report = Report.from_dict(_joined(stored["report"], arrays))
+        report: Report = Report.from_dict(_joined(stored["report"], arrays))
         found: dict[str, np.ndarray] = {}
         split(report, "", found)
     except DataError:

@@ -188,7 +188,7 @@ def _outcome(future: Any, job: Job, ledger: Ledger) -> Outcome:
         found: Answer = future.result()
         if found.error:
             return Outcome(job, error=found.error, where=found.where)
-        report = Report.from_dict(json.loads(found.text))
+        report: Report = Report.from_dict(json.loads(found.text))
     except Exception as error:  # a worker that was lost too often, or without the lab
         return Outcome(job, error=sentence(error))
     return Outcome(job, ledger.keep(report, found.seconds, found.depends, found.environment), where=found.where)

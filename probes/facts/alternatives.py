@@ -85,7 +85,9 @@ class _Method:
     kept: dict[tuple[int, ...], DynamicCache] = field(default_factory=dict)  # the last prefix as it was run
 
 
-def run(handles: Sequence[Handle], config: AlternativesConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: AlternativesConfig, progress: Progress | None = None
+) -> Report[AlternativesConfig, AlternativesResult]:
     """Write the facts in every way, then ask for them and read unrelated texts; LabError before the first forward."""
     handle = only(handles)
     memories(handle)

@@ -91,7 +91,9 @@ class CheckResult(Record):
 CONFIG, RESULT = CheckConfig, CheckResult
 
 
-def run(handles: Sequence[Handle], config: CheckConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: CheckConfig, progress: Progress | None = None
+) -> Report[CheckConfig, CheckResult]:
     """Write the facts, ask, compare, undo. LabError for facts that cannot be written."""
     handle = only(handles)
     part = _parts(progress, (0.0, 0.4, 1.0))

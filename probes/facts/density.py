@@ -111,7 +111,9 @@ class DensityResult(Record):
 CONFIG, RESULT = DensityConfig, DensityResult
 
 
-def run(handles: Sequence[Handle], config: DensityConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: DensityConfig, progress: Progress | None = None
+) -> Report[DensityConfig, DensityResult]:
     """Write and ask every group of every size, then the stacks; sizes beyond the number of facts are left out."""
     handle = only(handles)
     encode_facts(handle, [own.fact for own in config.facts])  # refused as a whole, before anything is written

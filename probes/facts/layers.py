@@ -91,7 +91,9 @@ CONFIG, RESULT = LayersConfig, LayersResult
 FIGURES = ("top1", "top5", "probability", "paraphrase_top1", "specificity", "same_answer")
 
 
-def run(handles: Sequence[Handle], config: LayersConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: LayersConfig, progress: Progress | None = None
+) -> Report[LayersConfig, LayersResult]:
     """Write, ask and undo at each layer; LabError for a layer without a memory before anything is written."""
     handle = only(handles)
     memories(handle)

@@ -230,11 +230,8 @@ def ask(
         row["kl"], row["same_bits"] = float(kl_of(before[last], after[last])), torch.equal(before, after)
         row["edited_reads"] = 0 if reads is None else int(reads(prompt)[:, -1].sum())
         rows[n] = row
-    arrays = arrays_of(Asked)
-    columns: dict[str, Any] = {}
-    for name in (
-        field.name for field in fields(Asked) if field.name not in ("fact", "prompts", "answers", "answer_ids")
-    ):
+    arrays, columns = arrays_of(Asked), dict[str, Any]()
+    for name in [field.name for field in fields(Asked)][4:]:  # behind those of the items themselves
         column = [row[name] for row in rows]
         columns[name] = np.array(column, dtype=arrays[name].dtype) if name in arrays else tuple(column)
     return Asked(

@@ -136,7 +136,9 @@ class _Text:
         return (*self.prefix_ids, *self.block_ids, *self.suffix_ids)
 
 
-def run(handles: Sequence[Handle], config: ComposeConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: ComposeConfig, progress: Progress | None = None
+) -> Report[ComposeConfig, ComposeResult]:
     """Compositions of one text; a model without a rotary embedding is refused with the reason, as a LabError."""
     handle = only(handles)
     prefix_ids, given, suffix_ids = parts(handle, config)

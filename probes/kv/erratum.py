@@ -124,7 +124,9 @@ class ErratumResult(Record):
 CONFIG, RESULT = ErratumConfig, ErratumResult
 
 
-def run(handles: Sequence[Handle], config: ErratumConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: ErratumConfig, progress: Progress | None = None
+) -> Report[ErratumConfig, ErratumResult]:
     """Corrections of one scenario; all that cannot be served is refused before the first forward, as a LabError."""
     handle, scenario = only(handles), config.scenario
     pair = prepare(handle, scenario, config.align)

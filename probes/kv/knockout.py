@@ -101,7 +101,9 @@ class KnockoutResult(Record):
 CONFIG, RESULT = KnockoutConfig, KnockoutResult
 
 
-def run(handles: Sequence[Handle], config: KnockoutConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: KnockoutConfig, progress: Progress | None = None
+) -> Report[KnockoutConfig, KnockoutResult]:
     """The knock-outs of one scenario; all that cannot be served is refused before the first forward, as a LabError."""
     handle = only(handles)
     pair = prepare(handle, config.scenario, config.align)

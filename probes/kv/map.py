@@ -73,7 +73,7 @@ class MapResult(Record):
 CONFIG, RESULT = MapConfig, MapResult
 
 
-def run(handles: Sequence[Handle], config: MapConfig, progress: Progress | None = None) -> Report:
+def run(handles: Sequence[Handle], config: MapConfig, progress: Progress | None = None) -> Report[MapConfig, MapResult]:
     """The map of one scenario; LabError before the first forward for what cannot be served."""
     handle = only(handles)
     pair = prepare(handle, config.scenario, config.align)

@@ -76,7 +76,9 @@ class ReasoningResult(Record):
 CONFIG, RESULT = ReasoningConfig, ReasoningResult
 
 
-def run(handles: Sequence[Handle], config: ReasoningConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: ReasoningConfig, progress: Progress | None = None
+) -> Report[ReasoningConfig, ReasoningResult]:
     """Writing before the answer, for one scenario; what cannot be served is refused before, as a LabError."""
     handle, scenario = only(handles), config.scenario
     pair = prepare(handle, scenario, config.align)

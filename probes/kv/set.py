@@ -100,7 +100,7 @@ class _Row:
     flip: tuple[float, ...] = (np.nan,) * len(EDITS)
 
 
-def run(handles: Sequence[Handle], config: SetConfig, progress: Progress | None = None) -> Report:
+def run(handles: Sequence[Handle], config: SetConfig, progress: Progress | None = None) -> Report[SetConfig, SetResult]:
     """Every scenario by itself; one that cannot be served becomes a row with the reason."""
     handle = only(handles)
     pairs: list[Pair | str] = []

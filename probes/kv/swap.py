@@ -116,7 +116,9 @@ class _Step:
     draw: int = -1
 
 
-def run(handles: Sequence[Handle], config: SwapConfig, progress: Progress | None = None) -> Report:
+def run(
+    handles: Sequence[Handle], config: SwapConfig, progress: Progress | None = None
+) -> Report[SwapConfig, SwapResult]:
     """The ladder of one scenario; all that cannot be served is refused before the first forward, as a LabError."""
     handle = only(handles)
     pair = prepare(handle, config.scenario, config.align)
