@@ -119,8 +119,15 @@ CONFIG, RESULT = CKAConfig, CKAResult
 def run(handles: Sequence[Handle], config: CKAConfig, progress: Progress | None = None) -> Report[CKAConfig, CKAResult]:
     """CKA of all pairs of layers of two handles, which may be the same one twice.
 
-    Sentences of equal lengths run together, each model sees each once. Raises PromptError, AlignmentError, or
-    LabError for fewer than 4 points, or points at which every layer of a model is the same.
+    The result's arrays go over [layer_a, layer_b], layers of the first and of the second model. Sentences of equal
+    lengths run together, each model sees each once. Raises PromptError, AlignmentError, or LabError for fewer than 4
+    points, or points at which every layer of a model is the same.
+
+        >>> texts = ("The river runs", "Paris is old", "the sea and the mill", "Tokyo is the capital of Japan")
+        >>> config = CKAConfig((handle.name, dense.name), texts, points="all", bootstrap=9)
+        >>> report = run([handle, dense], config)
+        >>> report.result.cka.shape == (len(report.result.layers_a), len(report.result.layers_b))
+        True
     """
     check_handles(handles, len(config.models))
     texts = (config.prompts, config.prompts if config.prompts_b is None else config.prompts_b)

@@ -177,7 +177,12 @@ def run(
 ) -> Report[GatesConfig, GatesResult]:
     """The gates of one model on the prompts of `config`, each prompt and control in a forward of its own.
 
-    Requests that cannot be served are refused before the first forward: PromptError, TargetError, LabError.
+    The result's arrays go over [layer, branch, pos], layer over those with a memory, pos through all prompts one after
+    the other. Requests that cannot be served are refused before the first forward: PromptError, TargetError, LabError.
+
+        >>> report = run([handle], GatesConfig((handle.name,), ("The river runs past the old mill",)))
+        >>> report.result.gate.shape[0] == len(handle.engram_layers), bool((report.result.gate <= 1).all())
+        (True, True)
     """
     handle = only(handles)
     memories(handle)

@@ -76,9 +76,17 @@ def run(
 ) -> Report[LensConfig, LensResult]:
     """The lens of one model or two on the prompts of `config`; prompts of one length share a forward.
 
+    The result has a `ModelLens` for each of `handles`, whose arrays go over [layer, pos], pos through all prompts one
+    after the other; for two models also the pairs of positions at the same text, and the difference of their means.
+
     All requests that cannot be served are refused before the first forward: PromptError, TargetError,
     NoTranslatorsError or CheckpointError for a tuned lens, and AlignmentError for two models whose positions cannot
     be matched by text.
+
+        >>> report = run([handle], LensConfig((handle.name,), ("The river runs", "Paris is the capital")))
+        >>> (lens,) = report.result.models
+        >>> lens.kl.shape == (len(lens.layer_names), len(lens.token_ids))
+        True
     """
     check_handles(handles, len(config.models))
     targets = [None if config.target is None else single_token(handle, config.target) for handle in handles]

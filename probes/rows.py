@@ -151,8 +151,12 @@ def run(
 ) -> Report[RowsConfig, RowsResult]:
     """The rows behind one position, and the usage of the layer over the brought text.
 
-    Raises LabError for a model without memory, a layer that has none, a position that is not in the prompt, or
-    counts that are of another model.
+    The result has one entry for each order of n-gram and head that the position reads. Raises LabError for a model
+    without memory, a layer that has none, a position that is not in the prompt, or counts that are of another model.
+
+        >>> report = run([handle], RowsConfig((handle.name,), ("The river runs",)))
+        >>> report.result.layer in handle.engram_layers
+        True
     """
     handle = only(handles)
     modules = dict(zip(handle.engram_layers, memories(handle), strict=True))

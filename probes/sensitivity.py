@@ -110,7 +110,16 @@ CONFIG, RESULT = SensitivityConfig, SensitivityResult
 def run(
     handles: Sequence[Handle], config: SensitivityConfig, progress: Progress | None = None
 ) -> Report[SensitivityConfig, SensitivityResult]:
-    """The losses of every set under every condition; LabError and DataError before the first forward."""
+    """The losses of every set under every condition; LabError and DataError before the first forward.
+
+    The result's arrays go over [set, condition] and [condition, item]; the first condition is the model as it is, then
+    come the controls, then the second model.
+
+        >>> texts = TextSet("rivers", (Item("The river runs past the old mill"), Item("Paris is the", " capital")))
+        >>> report = run([handle], SensitivityConfig((handle.name,), (texts,), bootstrap=9))
+        >>> report.result.conditions, report.result.change.shape
+        (('as it is', 'off'), (1, 2))
+    """
     check_handles(handles, len(config.models))
     edits: list[tuple[Handle, Edit | None]] = [(handles[0], None)]
     for control in config.controls:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from engram_lab.lab.fronts import FRONTS
 from engram_lab.models.handle import Handle
 from tests.models import tiny
 
@@ -28,6 +29,7 @@ SHOWN = [
     "engram_lab.models.kv.KV",
     "engram_lab.models.memory.Edit",
     "engram_lab.models.overlay.Stack",
+    *(f"engram_lab.probes.{probe.replace(' ', '.')}.run" for probe in FRONTS),
 ]
 
 

@@ -88,7 +88,16 @@ class _Method:
 def run(
     handles: Sequence[Handle], config: AlternativesConfig, progress: Progress | None = None
 ) -> Report[AlternativesConfig, AlternativesResult]:
-    """Write the facts in every way, then ask for them and read unrelated texts; LabError before the first forward."""
+    """Write the facts in every way, then ask for them and read unrelated texts: figures [kind, method], [method].
+
+    LabError and DataError before the first forward.
+
+        >>> facts = (StatedFact("The river runs past", " the sea"), StatedFact("Paris is the old", " mill"))
+        >>> few = {"ranks": (2,), "lora_steps": 1, "bootstrap": 9}
+        >>> report = run([handle], AlternativesConfig((handle.name,), facts, ("The mill runs past the river",), **few))
+        >>> report.result.top1.shape == (len(report.result.kinds), len(report.result.methods))
+        True
+    """
     handle = only(handles)
     memories(handle)
     prompts = prompts_of(config.facts)

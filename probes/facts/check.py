@@ -94,7 +94,15 @@ CONFIG, RESULT = CheckConfig, CheckResult
 def run(
     handles: Sequence[Handle], config: CheckConfig, progress: Progress | None = None
 ) -> Report[CheckConfig, CheckResult]:
-    """Write the facts, ask, compare, undo. LabError for facts that cannot be written."""
+    """Write the facts, ask before and after, compare, undo; LabError for facts that cannot be written.
+
+    What is asked goes over [item], `scores` are the means of DEFINITIONS, each before and after.
+
+        >>> facts = (StatedFact("The river runs past", " the sea"), StatedFact("Paris is the old", " mill"))
+        >>> report = run([handle], CheckConfig((handle.name,), facts, bootstrap=9))
+        >>> report.probe
+        'facts check'
+    """
     handle = only(handles)
     part = _parts(progress, (0.0, 0.4, 1.0))
     overlay, report = write(handle, config.facts, config.writing, part(0))

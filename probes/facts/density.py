@@ -114,7 +114,15 @@ CONFIG, RESULT = DensityConfig, DensityResult
 def run(
     handles: Sequence[Handle], config: DensityConfig, progress: Progress | None = None
 ) -> Report[DensityConfig, DensityResult]:
-    """Write and ask every group of every size, then the stacks; sizes beyond the number of facts are left out."""
+    """Write and ask every group of every size, then the stacks of two users: figures [size].
+
+    Sizes beyond the number of facts are left out. LabError for facts that cannot be written.
+
+        >>> facts = (StatedFact("The river runs past", " the sea"), StatedFact("Paris is the old", " mill"))
+        >>> report = run([handle], DensityConfig((handle.name,), facts, sizes=(1, 2, 64), bootstrap=9))
+        >>> report.result.sizes
+        (1, 2)
+    """
     handle = only(handles)
     encode_facts(handle, [own.fact for own in config.facts])  # refused as a whole, before anything is written
     n = len(config.facts)

@@ -94,7 +94,15 @@ FIGURES = ("top1", "top5", "probability", "paraphrase_top1", "specificity", "sam
 def run(
     handles: Sequence[Handle], config: LayersConfig, progress: Progress | None = None
 ) -> Report[LayersConfig, LayersResult]:
-    """Write, ask and undo at each layer; LabError for a layer without a memory before anything is written."""
+    """Write, ask and undo at each layer: figures [layer], losses of the writing [layer, step].
+
+    LabError for a layer without a memory before anything is written.
+
+        >>> facts = (StatedFact("The river runs past", " the sea"), StatedFact("Paris is the old", " mill"))
+        >>> report = run([handle], LayersConfig((handle.name,), facts, bootstrap=9))
+        >>> report.result.layers == handle.engram_layers
+        True
+    """
     handle = only(handles)
     memories(handle)
     layers = config.layers or handle.engram_layers

@@ -139,7 +139,15 @@ class _Text:
 def run(
     handles: Sequence[Handle], config: ComposeConfig, progress: Progress | None = None
 ) -> Report[ComposeConfig, ComposeResult]:
-    """Compositions of one text; a model without a rotary embedding is refused with the reason, as a LabError."""
+    """Compositions of one text: cosine and KL [variant] of the next token's logits to those of a full prefill.
+
+    A model without a rotary embedding is refused with the reason, as a LabError.
+
+        >>> config = ComposeConfig((dense.name,), "Paris is", " the old", " mill", (" the", " sea"), lengths=(2,))
+        >>> report = run([dense], config)
+        >>> report.result.kl.shape == report.result.cosine.shape == (len(report.result.names),)
+        True
+    """
     handle = only(handles)
     prefix_ids, given, suffix_ids = parts(handle, config)
     lengths = [len(given), *(n for n in config.lengths if n != len(given))]

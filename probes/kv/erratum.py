@@ -127,7 +127,16 @@ CONFIG, RESULT = ErratumConfig, ErratumResult
 def run(
     handles: Sequence[Handle], config: ErratumConfig, progress: Progress | None = None
 ) -> Report[ErratumConfig, ErratumResult]:
-    """Corrections of one scenario; all that cannot be served is refused before the first forward, as a LabError."""
+    """Corrections of one scenario appended to its stale cache, with controls, and a chain of them.
+
+    All that cannot be served is refused before the first forward, as a LabError.
+
+        >>> cards = Scenario("Paris is the {field} of France.\\nTokyo is the old", "capital", "river", " mill", " sea")
+        >>> cards = replace(cards, erratum="It is the river.")
+        >>> report = run([handle], ErratumConfig((handle.name,), cards, corrections=1, align="split"))
+        >>> report.probe
+        'kv erratum'
+    """
     handle, scenario = only(handles), config.scenario
     pair = prepare(handle, scenario, config.align)
     said: dict[str, str | None] = {"nothing": None} | {

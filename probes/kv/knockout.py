@@ -104,7 +104,15 @@ CONFIG, RESULT = KnockoutConfig, KnockoutResult
 def run(
     handles: Sequence[Handle], config: KnockoutConfig, progress: Progress | None = None
 ) -> Report[KnockoutConfig, KnockoutResult]:
-    """The knock-outs of one scenario; all that cannot be served is refused before the first forward, as a LabError."""
+    """The knock-outs of one scenario: effects [variant] of each target of the cache blanked in each way.
+
+    All that cannot be served is refused before the first forward, as a LabError.
+
+        >>> cards = Scenario("Paris is the {field} of France.\\nTokyo is the old", "capital", "river", " mill", " sea")
+        >>> report = run([handle], KnockoutConfig((handle.name,), cards, ("field",), ("zero",), draws=1, align="split"))
+        >>> report.config.hows
+        ('zero',)
+    """
     handle = only(handles)
     pair = prepare(handle, config.scenario, config.align)
     where = {

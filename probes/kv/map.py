@@ -74,7 +74,15 @@ CONFIG, RESULT = MapConfig, MapResult
 
 
 def run(handles: Sequence[Handle], config: MapConfig, progress: Progress | None = None) -> Report[MapConfig, MapResult]:
-    """The map of one scenario; LabError before the first forward for what cannot be served."""
+    """The map of one scenario: recovery [group of layers, pos] of one position swapped in some layers alone.
+
+    All that cannot be served is refused before the first forward, as a LabError.
+
+        >>> cards = Scenario("Paris is the {field} of France.\\nTokyo is the old", "capital", "river", " mill", " sea")
+        >>> report = run([handle], MapConfig((handle.name,), cards, align="split"))
+        >>> report.probe
+        'kv map'
+    """
     handle = only(handles)
     pair = prepare(handle, config.scenario, config.align)
     groups = layer_groups(handle.n_layers, config.groups)

@@ -79,7 +79,15 @@ CONFIG, RESULT = ReasoningConfig, ReasoningResult
 def run(
     handles: Sequence[Handle], config: ReasoningConfig, progress: Progress | None = None
 ) -> Report[ReasoningConfig, ReasoningResult]:
-    """Writing before the answer, for one scenario; what cannot be served is refused before, as a LabError."""
+    """The field alone swapped, and some tokens written before the answer: scores by number of tokens written.
+
+    All that cannot be served is refused before the first forward, as a LabError.
+
+        >>> cards = Scenario("Paris is the {field} of France.\\nTokyo is the old", "capital", "river", " mill", " sea")
+        >>> report = run([handle], ReasoningConfig((handle.name,), cards, (0, 2), align="split"))
+        >>> report.config.tokens
+        (0, 2)
+    """
     handle, scenario = only(handles), config.scenario
     pair = prepare(handle, scenario, config.align)
     cue = behind(handle, "" if scenario.chat else tail(scenario), config.cue)

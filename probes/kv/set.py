@@ -101,7 +101,15 @@ class _Row:
 
 
 def run(handles: Sequence[Handle], config: SetConfig, progress: Progress | None = None) -> Report[SetConfig, SetResult]:
-    """Every scenario by itself; one that cannot be served becomes a row with the reason."""
+    """Every scenario by itself: recovery [scenario, edit], and means with intervals [kind, edit].
+
+    One that cannot be served becomes a row with the reason; DataError where none can.
+
+        >>> cards = Scenario("Paris is the {field} of France.\\nTokyo is the old", "capital", "river", " mill", " sea")
+        >>> report = run([handle], SetConfig((handle.name,), (cards,), "split", bootstrap=9))
+        >>> report.result.recovery.shape == (1, len(report.result.edits))
+        True
+    """
     handle = only(handles)
     pairs: list[Pair | str] = []
     for scenario in config.scenarios:

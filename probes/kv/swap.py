@@ -119,7 +119,15 @@ class _Step:
 def run(
     handles: Sequence[Handle], config: SwapConfig, progress: Progress | None = None
 ) -> Report[SwapConfig, SwapResult]:
-    """The ladder of one scenario; all that cannot be served is refused before the first forward, as a LabError."""
+    """The ladder of one scenario: `effects` [variant] of each set of positions swapped, `single` [pos] of one alone.
+
+    All that cannot be served is refused before the first forward, as a LabError.
+
+        >>> cards = Scenario("Paris is the {field} of France.\\nTokyo is the old", "capital", "river", " mill", " sea")
+        >>> report = run([handle], SwapConfig((handle.name,), cards, draws=1, align="split"))
+        >>> len(report.result.effects.recovery) > 4
+        True
+    """
     handle = only(handles)
     pair = prepare(handle, config.scenario, config.align)
     layers = chosen_layers(handle, config.layers)
