@@ -132,7 +132,7 @@ def run(
     All that cannot be served is refused before the first forward, as a LabError.
 
         >>> cards = Scenario("Paris is the {field} of France.\\nTokyo is the old", "capital", "river", " mill", " sea")
-        >>> cards = replace(cards, erratum="It is the river.")
+        >>> cards = Scenario(**{**vars(cards), "erratum": "It is the river."})
         >>> report = run([handle], ErratumConfig((handle.name,), cards, corrections=1, align="split"))
         >>> report.probe
         'kv erratum'
