@@ -28,7 +28,7 @@ from engram_lab.probes.facts.sets import (
     ask_neighbours,
     batches,
     interval,
-    kl,
+    kl_of,
     neighbour_items,
     paraphrase_items,
     recall_items,
@@ -130,7 +130,7 @@ def test_every_text_is_in_one_batch_and_padded_behind(handle: Handle) -> None:
 def test_kl_by_hand_and_nothing_where_bits_agree() -> None:
     before, after = torch.tensor([[0.0, math.log(3)], [1, 2]]), torch.tensor([[0.0, 0.0], [1, 2]])
     expected = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
-    assert kl(before, after)[0].item() == pytest.approx(expected, rel=1e-6) and kl(before, after)[1].item() == 0
+    assert kl_of(before, after)[0].item() == pytest.approx(expected, rel=1e-6) and kl_of(before, after)[1].item() == 0
 
 
 def test_intervals_resample_facts_whole() -> None:
