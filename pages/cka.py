@@ -10,17 +10,16 @@ from engram_lab.lab.app import page, runner, uploads
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import narrow
 from engram_lab.lab.fronts import cka_figures, lens_figures, reference
-from engram_lab.lab.fronts.cka import shipped
+from engram_lab.lab.fronts.cka import KINDS, shipped
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Report
 from engram_lab.probes.cka import CKAConfig, looks_like
 from engram_lab.probes.lens import LensConfig
-from engram_lab.probes.points import ALL, ENTITY, LAST, Sentence, read_sentences, take
+from engram_lab.probes.points import ENTITY, LAST, Sentence, read_sentences, take
 
 FIRST = 200  # sentences that the page opens with: enough for narrow intervals, and seconds to run
 HALF = 475  # pixels of a chart, of which two fit side by side on a wide window
 # The kinds of points, in the words of the URL.
-KINDS = {"ends of entities": ENTITY, "all tokens": ALL, "ends of texts": LAST}
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from engram_lab.lab.app import page, runner
 from engram_lab.lab.app.fact_users import FIRST, User, Written, apart, take_up, users
 from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import texts
-from engram_lab.lab.ask.facts_widgets import METHODS, STEPS
+from engram_lab.lab.ask.parts import METHODS, STEPS
 from engram_lab.lab.draw import labels
 from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle

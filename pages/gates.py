@@ -10,13 +10,12 @@ import streamlit as st
 from engram_lab.lab.app import page, runner
 from engram_lab.lab.ask import texts
 from engram_lab.lab.fronts import gates_figures, reference
+from engram_lab.lab.fronts.gates import ALL_LAYERS, AS_IT_IS
 from engram_lab.lab.fronts.gates_figures import CHANGED, CONTROL_NAMES, KNOCK_OUT
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Report
 from engram_lab.probes.gates import ControlRun, GatesConfig
-
-AS_IT_IS, ALL_LAYERS = "as it is", "all layers"
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from engram_lab.lab.app import get_model, page, runner, uploads
-from engram_lab.lab.ask import kv_widgets, scenarios
-from engram_lab.lab.ask.kv_widgets import ALL, PARTS
+from engram_lab.lab.ask import parts, scenarios
+from engram_lab.lab.ask.parts import ALL_KINDS, PARTS
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.fronts import reference
 from engram_lab.models.handle import Handle
@@ -48,7 +48,7 @@ class Request:
     def edited(self, edits: Mapping[str, Any]) -> Request:
         """With some more fields as a user has them."""
         edits = {**self.edits, **edits}
-        return dataclasses.replace(self, edits=edits, scenario=kv_widgets.edited(self.known, edits))
+        return dataclasses.replace(self, edits=edits, scenario=parts.edited(self.known, edits))
 
 
 def the_model() -> Handle:
@@ -92,20 +92,20 @@ def the_scenario(handle: Handle) -> Request:
     """The picker and the editor; LabError for a scenario that is none."""
     top = st.container()
     library, box = the_library()
-    yours = dataclasses.replace(library[0], id=kv_widgets.OWN, kind=kv_widgets.OWN)
-    known = {own.id: own for own in library} | {page.OWN: yours}
+    yours = dataclasses.replace(library[0], id=parts.OWN, kind=parts.OWN)
+    known = {own.id: own for own in library} | {parts.YOUR_OWN: yours}
     left, right = top.columns([3, 2])
     a, b = left.columns([1, 2])
-    kinds = [ALL, *dict.fromkeys(own.kind for own in library)]
-    page.keep_within("kind", kinds, ALL)
+    kinds = [ALL_KINDS, *dict.fromkeys(own.kind for own in library)]
+    page.keep_within("kind", kinds, ALL_KINDS)
     kind = a.selectbox("Kind", kinds, key="kind", bind="query-params")
-    names = [name for name, own in known.items() if kind in (ALL, own.kind) or name == page.OWN]
+    names = [name for name, own in known.items() if kind in (ALL_KINDS, own.kind) or name == parts.YOUR_OWN]
     page.keep_within("scenario", names, names[0])
     name = b.selectbox("Scenario", names, key="scenario", bind="query-params")
     scenario = known[name]
     # Of a file, ids may come again with other texts.
-    shipped = name == page.OWN or scenario in scenarios.library()
-    own = scenario.id if shipped else kv_widgets.checksum(scenario)
+    shipped = name == parts.YOUR_OWN or scenario in scenarios.library()
+    own = scenario.id if shipped else parts.checksum(scenario)
     request = Request(handle, scenario, "refuse", scenario, own)
     edits: dict[str, Any] = {
         "template": left.text_area(

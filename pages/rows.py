@@ -7,13 +7,12 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from engram_lab.lab.app import page, runner
-from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import reference, rows_figures
+from engram_lab.lab.fronts.rows import SHARERS, TOP, our_sentences
 from engram_lab.models.engram import gate_ceiling
 from engram_lab.models.ngrams import engram_model
 from engram_lab.probes.base import Report
-from engram_lab.probes.points import read_sentences
 from engram_lab.probes.rows import RowsConfig
 
 ENTITIES = "entities.bio"
@@ -29,7 +28,7 @@ def main() -> None:
     prompt = page.prompt_box(beside=amounts)
     place = page.choose_place(prompt)
     with st.expander("The text that hits and sharing are counted over"):
-        text = page.text_set(own_sentences())
+        text = page.text_set(our_sentences())
     config = RowsConfig(
         models=(place.handle.name,),
         prompts=(prompt,),
@@ -50,18 +49,12 @@ def main() -> None:
     page.exports(report, drawn)
 
 
-def own_sentences() -> tuple[str, ...]:
-    """All sentences that we wrote."""
-    entities = (texts.TEXTS / ENTITIES).read_bytes()
-    return (*texts.held_out(), *(sentence.text for sentence in read_sentences(entities, ENTITIES)))
-
-
 def amounts() -> None:
     """How much is listed."""
     a, b = st.columns(2)
-    a.number_input("Top tokens", 1, 50, 8, key="top", bind="query-params", help="Promoted and suppressed, each.")
+    a.number_input("Top tokens", 1, TOP, 8, key="top", bind="query-params", help="Promoted and suppressed, each.")
     b.number_input(
-        "Listed sharers", 0, 500, 10, key="sharers", bind="query-params",
+        "Listed sharers", 0, SHARERS, 10, key="sharers", bind="query-params",
         help="Of the n-grams that address the same row, the most frequent ones.",
     )  # fmt: skip
 

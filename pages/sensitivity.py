@@ -8,11 +8,11 @@ from engram_lab.lab.app import page, runner, uploads
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import reference, sensitivity
+from engram_lab.lab.fronts.sensitivity import WORDS
 from engram_lab.models.errors import DataError
 from engram_lab.probes.sensitivity import SensitivityConfig, TextSet
 
 # What a control does, in a word -> its name in the request
-WORDS = {"memory off": "off", "rows zeroed": "zeroed", "rows shuffled": "shuffled", "table of one row": "one_row"}
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import streamlit as st
 
 from engram_lab.lab.app import keeping, runner, uploads
 from engram_lab.lab.ask import texts
+from engram_lab.lab.ask.parts import YOUR_OWN
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import entry, export
 from engram_lab.probes.base import Report
@@ -20,7 +21,6 @@ from engram_lab.probes.base import Report
 if TYPE_CHECKING:
     from engram_lab.models.handle import Handle
 
-OWN = "your own"
 WINDOW = 64  # positions of a map at once
 _MANY = 10**9
 
@@ -62,10 +62,10 @@ def prompt_box(beside: Callable[[], None] | None = None) -> str:
     examples = texts.examples()
     titles = {example["prompt"]: example["title"] for example in examples}
     current = st.session_state.get("prompt", st.query_params.get("prompt", examples[0]["prompt"]))
-    st.session_state["example"] = titles.get(current, OWN)
+    st.session_state["example"] = titles.get(current, YOUR_OWN)
     left, right = st.columns([3, 2])
     with right:
-        st.selectbox("Example", [*titles.values(), OWN], key="example", on_change=_use_example)
+        st.selectbox("Example", [*titles.values(), YOUR_OWN], key="example", on_change=_use_example)
         if beside is not None:
             beside()
     with left:

@@ -21,6 +21,7 @@ from engram_lab.lab.app.line import Line
 from engram_lab.lab.app.open_models import OpenModels
 from engram_lab.lab.app.progress import Bar, is_cancelled, offer_again, wait_for_imports
 from engram_lab.lab.app.settings import settings
+from engram_lab.lab.ask.parts import NOTHING
 from engram_lab.lab.draw import theme
 from engram_lab.models.errors import LabError, UnknownModelError
 from engram_lab.models.listing import list_models
@@ -30,7 +31,6 @@ from engram_lab.probes.base import Record, Report
 if TYPE_CHECKING:
     from engram_lab.models.handle import Handle
 
-NOTHING = "nothing"  # the choice of no comparison model
 KEPT_RESULTS = 24
 TIDY_SECONDS, IDLE_SECONDS = 5.0, 1.0
 

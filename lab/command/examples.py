@@ -129,7 +129,7 @@ def _computed(handles: dict[str, Handle], probe: str, config: Any, progress: Pro
     shown = front(probe)
     report, seconds = compute(probe, [handles[name] for name in config.models], config, progress)
     settled = getattr(shown, "settled", lambda report: report.config)  # with what the probe chose by itself
-    return NewRun(report, datetime.now(UTC), seconds, shown.view(settled(report)).to_dict(), {}, environment())
+    return NewRun(report, datetime.now(UTC), seconds, shown.ASK.view(settled(report)).to_dict(), {}, environment())
 
 
 def _write(example: Example, runs: list[NewRun], file: Path) -> None:

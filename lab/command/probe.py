@@ -29,7 +29,7 @@ def add_arguments(parser: Parser) -> None:
 
 def add_probe(parser: argparse.ArgumentParser, name: str) -> None:
     """What one probe takes, and where its report goes."""
-    front(name).add_arguments(parser)
+    front(name).ASK.add_arguments(parser)
     flags.add_outputs(parser)
     parser.set_defaults(probe=name, call=run_probe)
 
@@ -40,7 +40,7 @@ def run_probe(args: argparse.Namespace) -> int:
     from engram_lab.probes import running
 
     shown = front(args.probe)
-    config = shown.config(args)
+    config = shown.ASK.config(args)
     options = {"device": args.device, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     if args.session is not None:
         check_save(args)  # before anything is computed
@@ -79,7 +79,7 @@ def save(args: argparse.Namespace, report: Report, seconds: float) -> None:
     from engram_lab.models.errors import LabError
 
     try:
-        view = front(args.probe).view(settled(report)).to_dict()
+        view = front(args.probe).ASK.view(settled(report)).to_dict()
     except LabError:  # its page cannot make this request: it is shown and replayed without
         view = None
     store = open_store(args.store)

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.ask import flags as arguments
-from engram_lab.lab.ask import widgets
+from engram_lab.lab.ask.parts import NOTHING, RESAMPLING, Models
+from engram_lab.lab.ask.request import Ask, File, Part, flag, refuse, word_of
 from engram_lab.lab.fronts.entry import CKA, ENGRAM, HSIC, UNBIASED, Entry
+from engram_lab.models.errors import LabError
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
@@ -28,31 +28,6 @@ ENDS = ("", "_low", "_high")
 FILE, FILE_B = "sentences.jsonl", "sentences_b.jsonl"  # where an exported command reads its own
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What CKA takes."""
-    arguments.add_models(parser, against="required")
-    given = parser.add_mutually_exclusive_group()
-    given.add_argument(
-        "--entities",
-        type=Path,
-        metavar="FILE",
-        help="sentences with entities: BIO/CoNLL, or .jsonl with text and entities; .xz and .gz too "
-        "(default: the sentences that ship)",
-    )
-    given.add_argument("--prompts", type=Path, metavar="FILE", help="a text set: UTF-8, one text a line, or .jsonl")
-    parser.add_argument(
-        "--prompts-b", type=Path, metavar="FILE", help="other texts for --against, as many; compared at their ends"
-    )
-    parser.add_argument(
-        "--points",
-        choices=["entity", "all", "last"],
-        help="positions compared: last tokens of entities, all, or the last of each text (default: entity where there "
-        "are entities, last with --prompts-b, else all)",
-    )
-    parser.add_argument("--max-sentences", type=int, metavar="N", help="only the first N that have such points")
-    arguments.add_resampling(parser)
-
-
 def shipped() -> tuple[Sentence, ...]:
     """The sentences with entities that we wrote."""
     from engram_lab.lab.ask.texts import TEXTS
@@ -61,35 +36,11 @@ def shipped() -> tuple[Sentence, ...]:
     return read_sentences((TEXTS / ENTITIES).read_bytes(), ENTITIES)
 
 
-def config(args: argparse.Namespace) -> CKAConfig:
-    """The request."""
-    from engram_lab.models.errors import LabError
-    from engram_lab.probes.cka import CKAConfig
-    from engram_lab.probes.points import ALL, ENTITY, LAST, read_sentences, take
+def to_file(texts: Sequence[str], entities: Sequence[Sequence[Sequence[int]]] | None) -> bytes:
+    """Sentences as a file that the page reads."""
+    from engram_lab.probes.points import to_json_lines
 
-    if args.max_sentences is not None and args.max_sentences < 1:
-        raise LabError(f"--max-sentences is {args.max_sentences}; it must be 1 or more.")
-    path = args.entities or args.prompts
-    sentences = shipped() if path is None else read_sentences(path.read_bytes(), str(path))
-    other = None if args.prompts_b is None else read_sentences(args.prompts_b.read_bytes(), str(args.prompts_b))
-    if args.points is not None:
-        points = args.points
-    elif other is not None:
-        points = LAST
-    else:
-        points = ENTITY if args.entities or any(s.entities for s in sentences) else ALL
-    texts, entities = take(sentences, points, args.max_sentences)
-    if not texts:
-        raise LabError(f"{path} marks no entity: mark some, or choose --points=all or --points=last.")
-    return CKAConfig(
-        arguments.names(args),
-        texts,
-        entities,
-        points,
-        None if other is None else take(other, points, args.max_sentences)[0],
-        args.seed,
-        args.bootstrap,
-    )
+    return to_json_lines(texts, entities).encode()
 
 
 def _ships(config: CKAConfig) -> bool:
@@ -102,54 +53,100 @@ def _ships(config: CKAConfig) -> bool:
     )  # fmt: skip
 
 
-def files(config: CKAConfig) -> dict[str, str]:
-    """The sentences, unless they are those that ship."""
-    from engram_lab.probes.points import to_json_lines
+class Pair(Models):
+    """Two models, or one beside itself."""
 
-    if _ships(config):
-        return {}
-    found = {FILE: to_json_lines(config.prompts, config.entities)}
-    if config.prompts_b is not None:
-        found[FILE_B] = to_json_lines(config.prompts_b, None)
-    return found
+    def view(self, config: CKAConfig) -> dict[str, Any]:
+        """The sidebar, and the switch for itself."""
+        itself = config.models[0] == config.models[1]
+        names = {"model": config.models[0], "against": NOTHING if itself else config.models[1]}
+        return names | {"itself": itself}
 
 
-def options(config: CKAConfig) -> list[str]:
-    """The flags of a request."""
-    flags = [*arguments.model_flags(config.models), arguments.flag("points", config.points)]
-    if _ships(config):
-        flags.append(arguments.flag("max-sentences", len(config.prompts)))
-    else:
-        flags.append(arguments.flag("prompts" if config.entities is None else "entities", FILE))
-    if config.prompts_b is not None:
-        flags.append(arguments.flag("prompts-b", FILE_B))
-    return [*flags, arguments.flag("seed", config.seed), arguments.flag("bootstrap", config.bootstrap)]
+class Sentences(Part):
+    """The sentences, the positions in them that are compared, and other texts for the second model."""
+
+    def add(self, parser: argparse.ArgumentParser) -> None:
+        """--entities or --prompts, --prompts-b, --points and --max-sentences."""
+        given = parser.add_mutually_exclusive_group()
+        given.add_argument(
+            "--entities",
+            type=Path,
+            metavar="FILE",
+            help="sentences with entities: BIO/CoNLL, or .jsonl with text and entities; .xz and .gz too "
+            "(default: the sentences that ship)",
+        )
+        given.add_argument("--prompts", type=Path, metavar="FILE", help="a text set: UTF-8, one text a line, or .jsonl")
+        parser.add_argument(
+            "--prompts-b", type=Path, metavar="FILE", help="other texts for --against, as many; compared at their ends"
+        )
+        parser.add_argument(
+            "--points",
+            choices=["entity", "all", "last"],
+            help="positions compared: last tokens of entities, all, or the last of each text (default: entity where "
+            "there are entities, last with --prompts-b, else all)",
+        )
+        parser.add_argument("--max-sentences", type=int, metavar="N", help="only the first N that have such points")
+
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The sentences that have such points, the first so many."""
+        from engram_lab.probes.points import ALL, ENTITY, LAST, read_sentences, take
+
+        if args.max_sentences is not None and args.max_sentences < 1:
+            raise LabError(f"--max-sentences is {args.max_sentences}; it must be 1 or more.")
+        path = args.entities or args.prompts
+        sentences = shipped() if path is None else read_sentences(path.read_bytes(), str(path))
+        other = None if args.prompts_b is None else read_sentences(args.prompts_b.read_bytes(), str(args.prompts_b))
+        if args.points is not None:
+            points = args.points
+        elif other is not None:
+            points = LAST
+        else:
+            points = ENTITY if args.entities or any(s.entities for s in sentences) else ALL
+        texts, entities = take(sentences, points, args.max_sentences)
+        if not texts:
+            raise LabError(f"{path} marks no entity: mark some, or choose --points=all or --points=last.")
+        prompts_b = None if other is None else take(other, points, args.max_sentences)[0]
+        return {"prompts": texts, "entities": entities, "points": points, "prompts_b": prompts_b}
+
+    def flags(self, config: CKAConfig) -> list[str]:
+        """--points, the number of those that ship or a file, and --prompts-b."""
+        flags = [flag("points", config.points)]
+        if _ships(config):
+            flags.append(flag("max-sentences", len(config.prompts)))
+        else:
+            flags.append(flag("prompts" if config.entities is None else "entities", FILE))
+        return flags if config.prompts_b is None else [*flags, flag("prompts-b", FILE_B)]
+
+    def files(self, config: CKAConfig) -> dict[str, str]:
+        """The sentences, unless they are those that ship."""
+        from engram_lab.probes.points import to_json_lines
+
+        if _ships(config):
+            return {}
+        found = {FILE: to_json_lines(config.prompts, config.entities)}
+        return found if config.prompts_b is None else found | {FILE_B: to_json_lines(config.prompts_b, None)}
+
+    def view(self, config: CKAConfig) -> dict[str, Any]:
+        """How many, and which positions."""
+        return {"sentences": len(config.prompts), "points": word_of("the points", config.points, KINDS)}
+
+    def brought(self, config: CKAConfig) -> dict[str, File]:
+        """The sentences, unless they are the first that ship, and the other texts."""
+        from engram_lab.probes.points import read_sentences, take
+
+        brought = {}
+        if (config.prompts, config.entities) != take(shipped(), config.points, len(config.prompts)):
+            raw = to_file(config.prompts, config.entities)
+            if take(read_sentences(raw, FILE), config.points) != (config.prompts, config.entities):
+                refuse("a sentence without an entity, or one that no file holds")
+            brought["cka_file"] = (FILE, raw)
+        if config.prompts_b is not None:
+            brought["cka_file_b"] = (FILE_B, to_file(config.prompts_b, None))
+        return brought
 
 
-def view(config: CKAConfig) -> View:
-    """The page of a request."""
-    from engram_lab.probes.points import read_sentences, take
-
-    itself = config.models[0] == config.models[1]
-    shown = widgets.models(config.models[: 1 if itself else 2]) | widgets.resampling(config)
-    shown |= {"itself": itself, "sentences": len(config.prompts)}
-    shown["points"] = widgets.one_of("the points", config.points, KINDS)
-    brought = {}
-    if (config.prompts, config.entities) != take(shipped(), config.points, len(config.prompts)):
-        raw = to_file(config.prompts, config.entities)
-        if take(read_sentences(raw, FILE), config.points) != (config.prompts, config.entities):
-            widgets.refuse("a sentence without an entity, or one that no file holds")
-        brought["cka_file"] = (FILE, raw)
-    if config.prompts_b is not None:
-        brought["cka_file_b"] = (FILE_B, to_file(config.prompts_b, None))
-    return widgets.view("cka", shown, brought)
-
-
-def to_file(texts: Sequence[str], entities: Sequence[Sequence[Sequence[int]]] | None) -> bytes:
-    """Sentences as a file that the page reads."""
-    from engram_lab.probes.points import to_json_lines
-
-    return to_json_lines(texts, entities).encode()
+ASK = Ask("cka", "cka", (Pair(against="required"), Sentences("prompts"), *RESAMPLING))
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

@@ -54,7 +54,7 @@ def png(figure: go.Figure, scale: float = 2.0) -> bytes:
 
 def command_line(probe: str, config: Record) -> str:
     """The shell command of a request; it reads the files of `files`."""
-    return " \\\n  ".join([f"engram-lab probe {probe}", *front(probe).options(config), "--json=-"])
+    return " \\\n  ".join([f"engram-lab probe {probe}", *front(probe).ASK.options(config), "--json=-"])
 
 
 def python(probe: str, config: Record) -> str:
@@ -92,7 +92,7 @@ def _constructor(config: Record) -> str:
 
 def files(probe: str, config: Record) -> dict[str, str]:
     """The files that the command and the program of a request read: name -> text."""
-    found: dict[str, str] = dict(front(probe).files(config))
+    found: dict[str, str] = dict(front(probe).ASK.files(config))
     if REQUEST_FILE in python(probe, config):
         found[REQUEST_FILE] = json.dumps(config.to_dict(), ensure_ascii=False, indent=1) + "\n"
     return found

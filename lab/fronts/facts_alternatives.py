@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.ask import facts as facts_files
-from engram_lab.lab.ask import facts_widgets, flags
+from engram_lab.lab.ask.parts import BOOTSTRAP, SEED, Facts, Models, Unrelated, unasked, with_layer
+from engram_lab.lab.ask.request import Ask, Number, Repeated, Switch, flag
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.durations import digits
 from engram_lab.lab.draw.figure import BELOW, bars, list_axis, titled
@@ -19,7 +18,6 @@ from engram_lab.lab.fronts.entry import LORA, USER_AS_ENGRAM, Entry
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
@@ -28,25 +26,6 @@ if TYPE_CHECKING:
 
 RANKS, MOST = (8, 64), 20  # of LoRA, that the page offers; facts retrieved there at most
 N_TEXTS, BEST = 120, 3  # unrelated texts, facts that are retrieved
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the comparison takes."""
-    flags.add_models(parser)
-    facts_files.add_facts(parser)
-    facts_files.add_texts(parser)
-    parser.set_defaults(n_texts=N_TEXTS)
-    parser.add_argument(
-        "--best", type=int, default=BEST, help="facts that are retrieved; 0: none (default %(default)s)"
-    )
-    parser.add_argument("--rank", type=int, action="append", help="rank of a LoRA; may be repeated (default: 64 and 8)")
-    parser.add_argument("--lora-steps", type=int, default=120, help="at most, for LoRA (default %(default)s)")
-    parser.add_argument("--lora-rate", type=float, default=3e-3, help="learning rate of LoRA (default %(default)s)")
-    parser.add_argument(
-        "--lora-stop", type=float, default=0.1, help="mean loss at which LoRA is done, nats (default %(default)s)"
-    )
-    parser.add_argument("--time", action="store_true", help="say how long writing took; then no two reports are equal")
-    flags.add_resampling(parser)
 
 
 def request(
@@ -64,63 +43,48 @@ def request(
     return AlternativesConfig(models, facts, unrelated, retrieval.best(known, queries, best) if best else (), **options)
 
 
-def config(args: argparse.Namespace) -> AlternativesConfig:
-    """The request."""
-    return request(
-        flags.names(args),
-        facts_files.facts_of(args),
-        facts_files.texts_of(args),
-        args.best,
-        writing=facts_files.writing_of(args),
-        ranks=tuple(args.rank or (64, 8)),
-        lora_steps=args.lora_steps,
-        lora_rate=args.lora_rate,
-        lora_stop=args.lora_stop,
-        seed=args.seed,
-        bootstrap=args.bootstrap,
-        time=args.time,
-    )
+def _most(config: AlternativesConfig) -> int:
+    """The most facts that any text of a request has retrieved."""
+    return max(map(len, config.retrieved), default=0)
 
 
-def files(config: AlternativesConfig) -> dict[str, str]:
-    """The facts and the texts, where they are not ours."""
-    return facts_files.files(config.facts, config.unrelated)
+class Best(Number):
+    """How many facts are retrieved; a request holds the facts themselves."""
+
+    def flags(self, config: AlternativesConfig) -> list[str]:
+        """The most that any text has."""
+        return [flag("best", _most(config))]
+
+    def view(self, config: AlternativesConfig) -> dict[str, Any]:
+        """The box, as far as it goes."""
+        return {"facts_best": min(_most(config), MOST)}
 
 
-def options(config: AlternativesConfig) -> list[str]:
-    """The flags of a request, with the most facts that any of its texts has retrieved."""
-    values = {
-        "best": max(map(len, config.retrieved), default=0),
-        "lora-steps": config.lora_steps,
-        "lora-rate": config.lora_rate,
-        "lora-stop": config.lora_stop,
-        "seed": config.seed,
-        "bootstrap": config.bootstrap,
-    }
-    return [
-        *flags.model_flags(config.models),
-        *facts_files.flags(config.facts, config.writing),
-        *facts_files.text_flags(config.unrelated),
-        *(flags.flag("rank", rank) for rank in config.ranks),
-        *(flags.flag(name, value) for name, value in values.items()),
-        *["--time"] * config.time,
-    ]
+class Ranks(Repeated):
+    """Ranks of LoRA."""
+
+    def shown(self, value: tuple[int, ...]) -> list[int]:
+        """Those that the page offers."""
+        return [rank for rank in RANKS if rank in value]
 
 
-def settled(report: Report) -> AlternativesConfig:
-    """The request with the layer that was written at."""
-    made: AlternativesConfig = facts_widgets.settled(report)
-    return made
-
-
-def view(config: AlternativesConfig) -> View:
-    """The page of a request, but for its facts."""
-    shown = {
-        "facts_ranks": [rank for rank in RANKS if rank in config.ranks],
-        "facts_best": min(max(map(len, config.retrieved), default=0), MOST),
-        **facts_widgets.unrelated("facts_unrelated", config.unrelated),
-    }
-    return facts_widgets.view("Alternatives", config, shown)
+ASK = Ask("facts alternatives", "facts", (
+    Models(),
+    Facts(view_name="Alternatives"),
+    Unrelated("unrelated", key="facts_unrelated", n_texts=N_TEXTS),
+    Ranks("ranks", "rank of a LoRA; may be repeated (default: 64 and 8)", key="facts_ranks", flag="rank",
+          kind_of=int, ours=lambda: (64, 8)),
+    Best("best", "facts that are retrieved; 0: none (default %(default)s)", BEST),
+    *(unasked(part) for part in (
+        Number("lora_steps", "at most, for LoRA (default %(default)s)", 120),
+        Number("lora_rate", "learning rate of LoRA (default %(default)s)", 3e-3, kind_of=float),
+        Number("lora_stop", "mean loss at which LoRA is done, nats (default %(default)s)", 0.1, kind_of=float),
+        SEED,
+        BOOTSTRAP,
+        Switch("time", "say how long writing took; then no two reports are equal"),
+    )),
+), request)  # fmt: skip
+settled = with_layer
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

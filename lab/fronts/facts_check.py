@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.ask import facts as facts_files
-from engram_lab.lab.ask import facts_widgets, flags
+from engram_lab.lab.ask.parts import RESAMPLED, Facts, Models, Unrelated, with_layer
+from engram_lab.lab.ask.request import Ask
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import bars, list_axis, titled
 from engram_lab.lab.draw.tables import interval_of
@@ -18,65 +16,20 @@ from engram_lab.lab.fronts.entry import ROME, USER_AS_ENGRAM, WRITING, WRITTEN, 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.facts.check import CheckConfig, CheckResult
+    from engram_lab.probes.facts.check import CheckResult
     from engram_lab.probes.facts.locality import BitCheck
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the check takes."""
-    flags.add_models(parser)
-    facts_files.add_facts(parser)
-    parser.add_argument(
-        "--overlay",
-        type=Path,
-        metavar="FILE",
-        help="an overlay, to take facts, user, method and layer from",
-    )
-    facts_files.add_texts(parser)
-    flags.add_resampling(parser)
-
-
-def config(args: argparse.Namespace) -> CheckConfig:
-    """The request."""
-    from engram_lab.probes.facts.check import CheckConfig
-
-    if args.overlay is not None:
-        facts, args = facts_files.of_overlay(args)
-    else:
-        facts = facts_files.facts_of(args)
-    writing, texts = facts_files.writing_of(args), facts_files.texts_of(args)
-    return CheckConfig(flags.names(args), facts, writing, texts, args.seed, args.bootstrap)
-
-
-def files(config: CheckConfig) -> dict[str, str]:
-    """The facts and the texts, where they are not ours."""
-    return facts_files.files(config.facts, config.texts)
-
-
-def options(config: CheckConfig) -> list[str]:
-    """The flags of a request."""
-    return [
-        *flags.model_flags(config.models),
-        *facts_files.flags(config.facts, config.writing),
-        *facts_files.text_flags(config.texts),
-        flags.flag("seed", config.seed),
-        flags.flag("bootstrap", config.bootstrap),
-    ]
-
-
-def settled(report: Report) -> CheckConfig:
-    """The request with the layer that was written at."""
-    made: CheckConfig = facts_widgets.settled(report)
-    return made
-
-
-def view(config: CheckConfig) -> View:
-    """The page of a request, but for its facts."""
-    return facts_widgets.view("Write and check", config, facts_widgets.unrelated("facts_texts", config.texts))
+ASK = Ask("facts check", "facts", (
+    Models(),
+    Facts(view_name="Write and check", overlay=True),
+    Unrelated("texts", key="facts_texts"),
+    *RESAMPLED,
+))  # fmt: skip
+settled = with_layer
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.ask import facts as facts_files
-from engram_lab.lab.ask import facts_widgets, flags
+from engram_lab.lab.ask.parts import RESAMPLED, Facts, Models, with_layer
+from engram_lab.lab.ask.request import Ask, Flag, Repeated
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import interval_lines, titled
 from engram_lab.lab.draw.tables import interval_of
@@ -16,71 +17,62 @@ from engram_lab.lab.fronts.entry import USER_AS_ENGRAM, Entry
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
     from engram_lab.probes.facts.density import DensityConfig
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the study takes."""
-    flags.add_models(parser)
-    facts_files.add_facts(parser)
-    parser.add_argument(
-        "--size", type=int, action="append", metavar="N", help="facts written together; may be repeated, ascending "
-        "(default: 1, 2, 5, 10, 20 and 50, as far as there are facts)",
-    )  # fmt: skip
-    parser.add_argument("--no-stacks", action="store_true", help="leave out the two users on top of each other")
-    flags.add_resampling(parser)
+def _sizes() -> tuple[int, ...]:
+    from engram_lab.probes.facts.density import SIZES
+
+    return SIZES
 
 
-def config(args: argparse.Namespace) -> DensityConfig:
-    """The request."""
-    from engram_lab.probes.facts.density import SIZES, DensityConfig
+class Sizes(Repeated):
+    """Numbers of facts that are written together."""
 
-    return DensityConfig(
-        flags.names(args),
-        facts_files.facts_of(args),
-        facts_files.writing_of(args),
-        tuple(args.size or SIZES),
-        not args.no_stacks,
-        args.seed,
-        args.bootstrap,
-    )
+    def view(self, config: DensityConfig) -> dict[str, Any]:
+        """Those that the page offers for so many facts."""
+        n = len(config.facts)
+        return {f"facts_sizes.{n}": [size for size in _sizes() if size <= n and size in config.sizes]}
 
 
-def files(config: DensityConfig) -> dict[str, str]:
-    """The facts, where they are not ours."""
-    return facts_files.files(config.facts)
+class Stacks(Flag):
+    """Two users on top of each other, unless they are left out."""
+
+    @property
+    def name(self) -> str:
+        """Of the flag, which says the opposite."""
+        return "no-stacks"
+
+    def kind(self) -> dict[str, Any]:
+        """No value."""
+        return {"action": "store_true"}
+
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The opposite of the flag."""
+        return {"stacks": not args.no_stacks}
+
+    def flags(self, config: DensityConfig) -> list[str]:
+        """The flag where they are left out."""
+        return [] if config.stacks else ["--no-stacks"]
 
 
-def options(config: DensityConfig) -> list[str]:
-    """The flags of a request."""
-    return [
-        *flags.model_flags(config.models),
-        *facts_files.flags(config.facts, config.writing),
-        *(flags.flag("size", size) for size in config.sizes),
-        *([] if config.stacks else ["--no-stacks"]),
-        flags.flag("seed", config.seed),
-        flags.flag("bootstrap", config.bootstrap),
-    ]
+ASK = Ask("facts density", "facts", (
+    Models(),
+    Facts(view_name="Density"),
+    Sizes("sizes", "facts written together; may be repeated, ascending (default: 1, 2, 5, 10, 20 and 50, as far as "
+          "there are facts)", flag="size", kind_of=int, metavar="N", ours=_sizes),
+    Stacks("stacks", "leave out the two users on top of each other", False, "facts_stacks"),
+    *RESAMPLED,
+))  # fmt: skip
 
 
 def settled(report: Report) -> DensityConfig:
     """The request with the layer that was written at, and as many facts together as there are."""
-    from dataclasses import replace
-
-    return replace(facts_widgets.settled(report), sizes=report.result.sizes)
-
-
-def view(config: DensityConfig) -> View:
-    """The page of a request, but for its facts."""
-    from engram_lab.probes.facts.density import SIZES
-
-    n = len(config.facts)
-    sizes = [size for size in SIZES if size <= n and size in config.sizes]
-    return facts_widgets.view("Density", config, {f"facts_sizes.{n}": sizes, "facts_stacks": config.stacks})
+    made: DensityConfig = dataclasses.replace(with_layer(report), sizes=report.result.sizes)
+    return made
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.ask import flags as arguments
-from engram_lab.lab.ask import widgets
+from engram_lab.lab.ask.parts import BOOTSTRAP, SEED, Models, Prompts, of_a_set, of_one_prompt
+from engram_lab.lab.ask.request import Ask, Number, Part, Repeated, Switch, Text, refuse
 from engram_lab.lab.fronts.entry import ENGRAM, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
@@ -22,70 +20,74 @@ if TYPE_CHECKING:
 AS_IT_IS, ALL_LAYERS = "as it is", "all layers"  # of one prompt, in the words of the page
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the gates take."""
-    arguments.add_models(parser)
-    arguments.add_prompts(parser)
-    parser.add_argument(
-        "--target", help="a text that is one token, whose logit is attributed (default: the next token)"
-    )
-    parser.add_argument(
-        "--position", type=int, help="where --knock-out reads the target, from the end if negative (default: the last)"
-    )
-    parser.add_argument(
-        "--control",
-        action="append",
-        metavar="NAME[@LAYER]",
-        help="shuffled, zeroed, one_row or off, at all memory layers or at one; may be repeated",
-    )
-    parser.add_argument("--knock-out", action="store_true", help="shut each gate up to the position, one at a time")
-    parser.add_argument(
-        "--min-count", type=int, default=5, help="n-grams found less often are not ranked (default %(default)s)"
-    )
-    parser.add_argument("--ranked", type=int, default=12, help="n-grams at either end (default %(default)s)")
-    arguments.add_resampling(parser)
+class Unranked(Number):
+    """Of a ranking, only what is not as by default is written: one prompt has none."""
+
+    def flags(self, config: GatesConfig) -> list[str]:
+        """The flag, if it says something."""
+        return super().flags(config) if getattr(config, self.field) != self.default else []
 
 
-def config(args: argparse.Namespace) -> GatesConfig:
-    """The request."""
-    from engram_lab.probes.gates import GatesConfig
+class Controls(Repeated):
+    """Controls: several over a text set, one at all layers or at one for a prompt."""
 
-    prompts, detail = arguments.read_prompts(args)
-    return GatesConfig(
-        models=arguments.names(args),
-        prompts=prompts,
-        target=args.target,
-        position=args.position,
-        controls=tuple(args.control or ()),
-        knock_out=args.knock_out,
-        seed=args.seed,
-        bootstrap=args.bootstrap,
-        min_count=args.min_count,
-        ranked=args.ranked,
-        detail=detail,
-    )
+    def view(self, config: GatesConfig) -> dict[str, Any]:
+        """A choice of several, or one and its layers."""
+        from engram_lab.lab.fronts.gates_figures import CONTROL_NAMES, control_name
+
+        if not config.detail:
+            if len(set(config.controls)) < len(config.controls):
+                refuse("a control twice")
+            return {"controls": [control_name(control) for control in config.controls]}
+        if len(config.controls) > 1:
+            refuse("several controls at once of one prompt")
+        name, _, layer = _only(config)
+        at = f"layer {layer}" if layer else ALL_LAYERS
+        return {"control": CONTROL_NAMES.get(name, AS_IT_IS), "at": at}
 
 
-def options(config: GatesConfig) -> list[str]:
-    """The flags of a request."""
-    flags = arguments.model_flags(config.models) + arguments.prompt_flags(config.prompts, config.detail)
-    flags += [
-        arguments.flag(name, getattr(config, name))
-        for name in ("target", "position")
-        if getattr(config, name) is not None
-    ]
-    flags += [arguments.flag("control", control) for control in config.controls]
-    flags += ["--knock-out"] if config.knock_out else []
-    # Of a ranking, only what is not as by default: one prompt has none.
-    defaults = {"min-count": 5, "ranked": 12}
-    chosen = {name: getattr(config, name.replace("-", "_")) for name in defaults}
-    flags += [arguments.flag(name, value) for name, value in chosen.items() if value != defaults[name]]
-    return [*flags, arguments.flag("seed", config.seed), arguments.flag("bootstrap", config.bootstrap)]
+def _only(config: GatesConfig) -> tuple[str, str, str]:
+    return (*config.controls, "")[0].partition("@")
 
 
-def files(config: GatesConfig) -> dict[str, str]:
-    """The files that the flags name."""
-    return arguments.texts_file(config.prompts, config.detail)
+class Position(Number):
+    """Where knock-outs read the target, which the page names."""
+
+    def view(self, config: GatesConfig) -> dict[str, Any]:
+        """The position, where there are knock-outs."""
+        if not config.detail or not config.knock_out:
+            return Part("position").view(config)
+        if config.position is None or config.position < 0:
+            refuse("a position from the end")
+        return {"pos": config.position}
+
+
+class ShuffleSeed(Number):
+    """The seed, which one prompt needs for a shuffle alone."""
+
+    def view(self, config: GatesConfig) -> dict[str, Any]:
+        """The box, where there is one."""
+        if not config.detail or _only(config)[0] == "shuffled":
+            return super().view(config)
+        return Part("seed", default=0).view(config)
+
+
+ASK = Ask("gates", "gates", (
+    Models(),
+    Prompts(),
+    of_one_prompt(
+        Text("target", "a text that is one token, whose logit is attributed (default: the next token)", key="target")
+    ),
+    Position("position", "where --knock-out reads the target, from the end if negative (default: the last)"),
+    Controls("controls", "shuffled, zeroed, one_row or off, at all memory layers or at one; may be repeated",
+             flag="control", metavar="NAME[@LAYER]"),
+    of_one_prompt(Switch("knock_out", "shut each gate up to the position, one at a time", key="knock_out")),
+    of_a_set(Unranked("min_count", "n-grams found less often are not ranked (default %(default)s)", 5, "min_count",
+                      "a smallest count", low=1, high=1000)),
+    Unranked("ranked", "n-grams at either end (default %(default)s)", 12),
+    ShuffleSeed(**vars(SEED)),
+    of_a_set(BOOTSTRAP),
+))  # fmt: skip
 
 
 def settled(report: Report) -> GatesConfig:
@@ -94,40 +96,6 @@ def settled(report: Report) -> GatesConfig:
 
     config: GatesConfig = report.config
     return replace(config, position=report.result.position) if config.knock_out else config
-
-
-def view(config: GatesConfig) -> View:
-    """The page of a request, whose position does not count from the end."""
-    from engram_lab.lab.ask.texts import held_out
-    from engram_lab.lab.fronts.gates_figures import CONTROL_NAMES, control_name
-
-    shown = widgets.models(config.models)
-    widgets.without(config, ranked=12)
-    if not config.detail:
-        widgets.without(config, target=None, position=None, knock_out=False)
-        if len(set(config.controls)) < len(config.controls):
-            widgets.refuse("a control twice")
-        mode, brought = widgets.set_mode(config.prompts, held_out())
-        shown |= mode | widgets.resampling(config) | {"controls": [control_name(own) for own in config.controls]}
-        shown["min_count"] = widgets.within("a smallest count", config.min_count, 1, 1000)
-        return widgets.view("gates", shown, brought)
-    widgets.without(config, bootstrap=1000, min_count=5)
-    shown |= widgets.one_prompt(config) | {"target": config.target or "", "knock_out": config.knock_out}
-    if not config.knock_out:
-        widgets.without(config, position=None)
-    elif config.position is None or config.position < 0:
-        widgets.refuse("a position from the end")
-    else:
-        shown["pos"] = config.position
-    if len(config.controls) > 1:
-        widgets.refuse("several controls at once of one prompt")
-    name, _, layer = (*config.controls, "")[0].partition("@")
-    if name == "shuffled":
-        shown["seed"] = widgets.within("a seed", config.seed, *widgets.SEEDS)
-    else:
-        widgets.without(config, seed=0)
-    at = f"layer {layer}" if layer else ALL_LAYERS
-    return widgets.view("gates", shown | {"control": CONTROL_NAMES.get(name, AS_IT_IS), "at": at})
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engram_lab.lab.ask import flags as arguments
-from engram_lab.lab.ask import widgets
+from engram_lab.lab.ask.parts import Experiment, Models
+from engram_lab.lab.ask.request import Ask, Flag, Numbers, Switch, flag_of_several, refuse
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.durations import digits
 from engram_lab.lab.draw.figure import BELOW, SYMBOLS, line, titled
@@ -19,7 +19,6 @@ from engram_lab.lab.fronts.entry import NOTES, ROPE, Entry
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
@@ -29,79 +28,64 @@ AGAIN = (0, 1, 2, 4, 8, 16, 32)  # tokens of a block that run again, and lengths
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What composing takes."""
-    arguments.add_models(parser)
-    for name, what in (("prefix", "before the block"), ("block", "prefilled alone"), ("suffix", "after it")):
-        parser.add_argument(f"--{name}", metavar="TEXT", help=f"the text {what} (default: one of ours)")
-    parser.add_argument(
-        "--answers", nargs="*", metavar="TEXT", help="decide among these, with their leading space (default: our four)"
-    )
-    parser.add_argument(
-        "--recompute", type=int, nargs="*", metavar="K", default=[0, 2, 8],
-        help="first tokens of the block that run again; all is always tried too (default: 0 2 8)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--lengths", type=int, nargs="*", metavar="N", default=[16, 64, 256],
-        help="further lengths of the block, repeated or cut (default: 16 64 256)",
-    )  # fmt: skip
-    parser.add_argument("--time", action="store_true", help="measure seconds too")
+class Ours(Flag):
+    """A text that is ours unless another is given."""
+
+    def _ours(self) -> str:
+        from engram_lab.probes.kv import compose
+
+        ours: str = getattr(compose, self.field.upper())
+        return ours
+
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The text."""
+        given = getattr(args, self.field)
+        return {self.field: self._ours() if given is None else given}
+
+    def flags(self, config: ComposeConfig) -> list[str]:
+        """The flag for another text."""
+        return super().flags(config) if getattr(config, self.field) != self._ours() else []
 
 
-def config(args: argparse.Namespace) -> ComposeConfig:
-    """The request; the answers of ours go only with our texts."""
-    from engram_lab.probes.kv.compose import ANSWERS, BLOCK, PREFIX, SUFFIX, ComposeConfig
+class Answers(Flag):
+    """What is decided among; our answers go only with our texts."""
 
-    ours = all(getattr(args, name) is None for name in ("prefix", "block", "suffix"))
-    answers = args.answers if args.answers is not None else ANSWERS if ours else ()
-    return ComposeConfig(
-        arguments.names(args),
-        PREFIX if args.prefix is None else args.prefix,
-        BLOCK if args.block is None else args.block,
-        SUFFIX if args.suffix is None else args.suffix,
-        tuple(answers),
-        tuple(args.recompute),
-        tuple(args.lengths),
-        args.time,
-    )
+    def kind(self) -> dict[str, Any]:
+        """Several texts."""
+        return {"nargs": "*", "metavar": "TEXT"}
 
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The texts."""
+        from engram_lab.probes.kv.compose import ANSWERS
 
-def files(config: ComposeConfig) -> dict[str, str]:
-    """None: the command holds the texts."""
-    return {}
+        ours = all(getattr(args, name) is None for name in ("prefix", "block", "suffix"))
+        return {"answers": tuple(args.answers if args.answers is not None else ANSWERS if ours else ())}
 
+    def flags(self, config: ComposeConfig) -> list[str]:
+        """The flag with all of them."""
+        return [flag_of_several("answers", config.answers)]
 
-def options(config: ComposeConfig) -> list[str]:
-    """The flags of a request."""
-    import shlex
-
-    from engram_lab.probes.kv.compose import BLOCK, PREFIX, SUFFIX
-
-    flags = arguments.model_flags(config.models)
-    for name, ours in (("prefix", PREFIX), ("block", BLOCK), ("suffix", SUFFIX)):
-        if (text := getattr(config, name)) != ours:
-            flags.append(arguments.flag(name, text))
-    flags.append(" ".join(["--answers", *map(shlex.quote, config.answers)]))
-    flags.append(" ".join(["--recompute", *map(str, config.recompute)]))
-    flags.append(" ".join(["--lengths", *map(str, config.lengths)]))
-    return [*flags, *(["--time"] if config.time else [])]
+    def shown(self, value: tuple[str, ...]) -> str:
+        """All in one box."""
+        answers = ";".join(value)
+        if tuple(text for text in answers.split(";") if text.strip()) != value:
+            refuse("an answer with ; in it")
+        return answers
 
 
-def view(config: ComposeConfig) -> View:
-    """The page of a request; it offers no length of half the model's context or more."""
-    answers = ";".join(config.answers)
-    if tuple(own for own in answers.split(";") if own.strip()) != config.answers:
-        widgets.refuse("an answer with ; in it")
-    shown = {
-        **widgets.models(config.models),
-        "experiment": "Compose",
-        **{name: getattr(config, name) for name in ("prefix", "block", "suffix")},
-        "again": widgets.some_of("numbers of tokens that run again", config.recompute, AGAIN),
-        "lengths": widgets.some_of("lengths", config.lengths, LENGTHS),
-        "decide": answers,
-        "kv_time": config.time,
-    }
-    return widgets.view("kv", shown)
+ASK = Ask("kv compose", "kv", (
+    Models(),
+    Experiment("Compose"),
+    *(Ours(name, f"the text {what} (default: one of ours)", key=name, metavar="TEXT")
+      for name, what in (("prefix", "before the block"), ("block", "prefilled alone"), ("suffix", "after it"))),
+    Answers("answers", "decide among these, with their leading space (default: our four)", key="decide"),
+    Numbers("recompute", "first tokens of the block that run again; all is always tried too (default: 0 2 8)",
+            [0, 2, 8], "again", "numbers of tokens that run again", offered=AGAIN, least="*"),
+    # The page offers no length of half the model's context or more.
+    Numbers("lengths", "further lengths of the block, repeated or cut (default: 16 64 256)", [16, 64, 256], "lengths",
+            "lengths", offered=LENGTHS, least="*"),
+    Switch("time", "measure seconds too", key="kv_time"),
+))  # fmt: skip
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

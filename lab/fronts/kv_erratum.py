@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engram_lab.lab.ask import flags as arguments
-from engram_lab.lab.ask import kv_widgets, scenarios, widgets
+from engram_lab.lab.ask.parts import EDITED, SAID, Models, Scenario
+from engram_lab.lab.ask.request import Ask, Number, Numbers, Repeated, Switch, Text, flag, refuse
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import line, titled
 from engram_lab.lab.draw.theme import PALETTES
 from engram_lab.lab.fronts.entry import CLEAN, LOGITS, NOTES, ORACLE, RATIO, RECOVERY, Entry
 from engram_lab.lab.fronts.kv_swap import effects_row
+from engram_lab.models.errors import LabError
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
@@ -28,89 +28,57 @@ if TYPE_CHECKING:
 POLICIES = (0, 4, 3, 2, 1)  # corrections until all is prefilled anew, that the page offers
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the errata take."""
-    arguments.add_models(parser)
-    scenarios.add_scenario(parser)
-    parser.add_argument(
-        "--chain", action="append", metavar="VALUE=ANSWER", default=[],
-        help="a correction of the chain, the last = counts; may be repeated (default: from the scenario)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--corrections", type=int, default=4, help="how many, without --chain; 0 for no chain (default %(default)s)"
-    )
-    parser.add_argument(
-        "--wording",
-        default="",
-        metavar="TEXT",
-        help="of the chain's corrections, with {value} and if you like {before}",
-    )
-    parser.add_argument(
-        "--thresholds", type=int, nargs="+", metavar="N", default=[0, 2, 1],
-        help="prefill anew after every N corrections, 0 never, one policy each (default: 0 2 1)",
-    )  # fmt: skip
-    parser.add_argument("--time", action="store_true", help="measure seconds too")
-
-
-def config(args: argparse.Namespace) -> ErratumConfig:
-    """The request."""
-    from engram_lab.models.errors import LabError
-    from engram_lab.probes.kv.erratum import ErratumConfig
-
-    pairs = [text.rpartition("=") for text in args.chain]
-    if bad := [text for text, (_, sign, _) in zip(args.chain, pairs, strict=True) if not sign]:
-        raise LabError(f'"{bad[0]}" is no correction of a chain: give the value, =, and the answer that is due.')
-    return ErratumConfig(
-        arguments.names(args),
-        scenarios.scenario_of(args),
-        tuple((value, answer) for value, _, answer in pairs),
-        args.corrections,
-        args.wording,
-        tuple(args.thresholds),
-        args.align,
-        args.time,
-    )
-
-
-def files(config: ErratumConfig) -> dict[str, str]:
-    """None: the command holds the scenario itself."""
-    return {}
-
-
-def options(config: ErratumConfig) -> list[str]:
-    """The flags of a request."""
-    flags = arguments.model_flags(config.models) + scenarios.scenario_flags(config.scenario, config.align)
-    flags += [arguments.flag("chain", f"{value}={answer}") for value, answer in config.chain]
-    flags.append(arguments.flag("corrections", config.corrections))
-    if config.wording:
-        flags.append(arguments.flag("wording", config.wording))
-    flags.append(" ".join(["--thresholds", *map(str, config.thresholds)]))
-    return [*flags, *(["--time"] if config.time else [])]
-
-
 def chain_of(text: str) -> tuple[tuple[str, str], ...]:
     """(value, answer) of VALUE=ANSWER;VALUE=ANSWER; LabError for a part without =."""
-    from engram_lab.models.errors import LabError
-
     pairs = [part.rpartition("=") for part in text.split(";") if part.strip()]
     if bad := [value for _, sign, value in pairs if not sign]:
         raise LabError(f'"{bad[0].strip()}" is no correction of a chain: write VALUE=ANSWER, with ; between two.')
     return tuple((value.strip(), answer.strip()) for value, _, answer in pairs)
 
 
-def view(config: ErratumConfig) -> View:
-    """The page of a request."""
-    chain = ";".join(f"{value}={answer}" for value, answer in config.chain)
-    if chain_of(chain) != config.chain:
-        widgets.refuse(f"the chain {chain}, with spaces at an end or a sign that it writes between corrections")
-    shown = {
-        "corrections": widgets.within("a number of corrections", config.corrections, 0, 20),
-        "policies": widgets.some_of("thresholds", config.thresholds, POLICIES),
-        "kv_time": config.time,
-        "wording": config.wording,
-        "chain": chain,
-    }
-    return kv_widgets.view("Erratum", config, shown, (*kv_widgets.EDITED, *kv_widgets.SAID))
+class Chain(Repeated):
+    """The corrections of the chain, each a value and the answer that is due."""
+
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The pairs."""
+        pairs = [text.rpartition("=") for text in args.chain]
+        if bad := [text for text, (_, sign, _) in zip(args.chain, pairs, strict=True) if not sign]:
+            raise LabError(f'"{bad[0]}" is no correction of a chain: give the value, =, and the answer that is due.')
+        return {"chain": tuple((value, answer) for value, _, answer in pairs)}
+
+    def flags(self, config: ErratumConfig) -> list[str]:
+        """The flag for each."""
+        return [flag("chain", f"{value}={answer}") for value, answer in config.chain]
+
+    def shown(self, value: tuple[tuple[str, str], ...]) -> str:
+        """All in one box."""
+        chain = ";".join(f"{text}={answer}" for text, answer in value)
+        if chain_of(chain) != value:
+            refuse(f"the chain {chain}, with spaces at an end or a sign that it writes between corrections")
+        return chain
+
+
+class Wording(Text):
+    """How a correction of the chain is said; empty for ours."""
+
+    def flags(self, config: ErratumConfig) -> list[str]:
+        """The flag, if it is not ours."""
+        return super().flags(config) if config.wording else []
+
+
+ASK = Ask("kv erratum", "kv", (
+    Models(),
+    Scenario(experiment="Erratum", fields=(*EDITED, *SAID)),
+    Chain("chain", "a correction of the chain, the last = counts; may be repeated (default: from the scenario)", [],
+          "chain", flag="chain", metavar="VALUE=ANSWER"),
+    Number("corrections", "how many, without --chain; 0 for no chain (default %(default)s)", 4, "corrections",
+           "a number of corrections", low=0, high=20),
+    Wording("wording", "of the chain's corrections, with {value} and if you like {before}", "", "wording",
+            metavar="TEXT"),
+    Numbers("thresholds", "prefill anew after every N corrections, 0 never, one policy each (default: 0 2 1)",
+            [0, 2, 1], "policies", "thresholds", offered=POLICIES),
+    Switch("time", "measure seconds too", key="kv_time"),
+))  # fmt: skip
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.ask import flags as arguments
-from engram_lab.lab.ask import kv_widgets, scenarios, widgets
+from engram_lab.lab.ask.parts import SEED, Models, Scenario
+from engram_lab.lab.ask.request import Ask, Flag, Number, Numbers, Part, Repeated, flag, in_order
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import level, list_axis, titled
 from engram_lab.lab.draw.theme import PALETTES
@@ -17,85 +18,84 @@ from engram_lab.lab.fronts.kv_swap import effects_row
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
     from engram_lab.probes.kv.knockout import KnockoutConfig
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the knock-outs take."""
-    arguments.add_models(parser)
-    scenarios.add_scenario(parser)
-    parser.add_argument(
-        "--target", action="append", help="field, notes or downstream; may be repeated (default: all three)"
-    )
-    parser.add_argument(
-        "--how", action="append", help="zero, mean, random or unrelated; may be repeated (default: all four)"
-    )
-    parser.add_argument(
-        "--positions", type=int, nargs="+", metavar="N", default=[], help="positions as one more target"
-    )
-    parser.add_argument("--unrelated", metavar="TEXT", help="the other text (default: one of ours)")
-    parser.add_argument("--draws", type=int, default=4, help="draws of the noise (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default %(default)s)")
+def _targets() -> tuple[str, ...]:
+    from engram_lab.probes.kv.knockout import TARGETS
+
+    return TARGETS
 
 
-def config(args: argparse.Namespace) -> KnockoutConfig:
-    """The request."""
-    from engram_lab.probes.kv.knockout import HOWS, TARGETS, UNRELATED, KnockoutConfig
+def _hows() -> tuple[str, ...]:
+    from engram_lab.probes.kv.knockout import HOWS
 
-    chosen = ["positions"] if args.positions else []
-    return KnockoutConfig(
-        arguments.names(args),
-        scenarios.scenario_of(args),
-        (*(args.target or TARGETS[:3]), *chosen),
-        tuple(args.how or HOWS),
-        tuple(args.positions),
-        UNRELATED if args.unrelated is None else args.unrelated,
-        args.draws,
-        args.align,
-        args.seed,
-    )
+    return HOWS
 
 
-def files(config: KnockoutConfig) -> dict[str, str]:
-    """None: the command holds the scenario itself."""
-    return {}
+class Targets(Repeated):
+    """What is knocked out: some of three by name, and the positions where they are given."""
+
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The names, and the positions as one more."""
+        return {"targets": (*(args.target or _targets()[:3]), *(["positions"] if args.positions else []))}
+
+    def flags(self, config: KnockoutConfig) -> list[str]:
+        """The names; --positions says the rest."""
+        return [flag("target", target) for target in config.targets if target != "positions"]
+
+    def shown(self, value: tuple[str, ...]) -> list[str]:
+        """The names."""
+        return [target for target in in_order("targets", value, _targets()) if target != "positions"]
 
 
-def options(config: KnockoutConfig) -> list[str]:
-    """The flags of a request."""
-    from engram_lab.probes.kv.knockout import UNRELATED
+class Hows(Repeated):
+    """The ways of knocking out."""
 
-    flags = arguments.model_flags(config.models) + scenarios.scenario_flags(config.scenario, config.align)
-    flags += [arguments.flag("target", target) for target in config.targets if target != "positions"]
-    flags += [arguments.flag("how", how) for how in config.hows]
-    if config.positions:
-        flags.append(" ".join(["--positions", *map(str, config.positions)]))
-    if config.unrelated != UNRELATED:
-        flags.append(arguments.flag("unrelated", config.unrelated))
-    return [*flags, arguments.flag("draws", config.draws), arguments.flag("seed", config.seed)]
+    def shown(self, value: tuple[str, ...]) -> list[str]:
+        """The choice of several."""
+        return in_order("ways", value, _hows())
 
 
-def view(config: KnockoutConfig) -> View:
-    """The page of a request."""
-    from engram_lab.probes.kv.knockout import HOWS, TARGETS, UNRELATED
+class Unrelated(Flag):
+    """The text that a knock-out takes entries from; ours, unless another is given."""
 
-    targets = widgets.some_of("targets", config.targets, TARGETS)
-    shown = {
-        **kv_widgets.seed(config),
-        "targets": [own for own in targets if own != "positions"],
-        "hows": widgets.some_of("ways", config.hows, HOWS),
-        "kv_positions": widgets.some_of("positions", config.positions, sorted(config.positions)),
-        "noise": widgets.within("a number of draws", config.draws, 1, 50),
-    }
-    if "unrelated" in config.hows:
-        shown["unrelated"] = config.unrelated
-    else:
-        widgets.without(config, unrelated=UNRELATED)
-    return kv_widgets.view("Knock-out", config, shown)
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The text."""
+        from engram_lab.probes.kv.knockout import UNRELATED
+
+        return {"unrelated": UNRELATED if args.unrelated is None else args.unrelated}
+
+    def flags(self, config: KnockoutConfig) -> list[str]:
+        """The flag for another text."""
+        from engram_lab.probes.kv.knockout import UNRELATED
+
+        return [flag("unrelated", config.unrelated)] if config.unrelated != UNRELATED else []
+
+    def view(self, config: KnockoutConfig) -> dict[str, Any]:
+        """The box, which is there with its way alone."""
+        from engram_lab.probes.kv.knockout import UNRELATED
+
+        if "unrelated" in config.hows:
+            return {"unrelated": config.unrelated}
+        return Part("unrelated", default=UNRELATED).view(config)
+
+
+ASK = Ask("kv knockout", "kv", (
+    Models(),
+    Scenario(experiment="Knock-out"),
+    Targets("targets", "field, notes or downstream; may be repeated (default: all three)", key="targets",
+            flag="target"),
+    Hows("hows", "zero, mean, random or unrelated; may be repeated (default: all four)", key="hows", flag="how",
+         ours=_hows),
+    Numbers("positions", "positions as one more target", [], "kv_positions", "positions"),
+    Unrelated("unrelated", "the other text (default: one of ours)", metavar="TEXT"),
+    Number("draws", "draws of the noise (default %(default)s)", 4, "noise", "a number of draws", low=1, high=50),
+    replace(SEED, help="seed of the noise (default %(default)s)"),
+))  # fmt: skip
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engram_lab.lab.ask import flags, kv_widgets, scenarios, widgets
+from engram_lab.lab.ask.parts import PARTS, Models, Scenario
+from engram_lab.lab.ask.request import Ask, Choice, Number, Part
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.theme import PALETTES, SEQUENTIAL
 from engram_lab.lab.draw.token_map import token_map
@@ -17,49 +17,18 @@ from engram_lab.lab.fronts.entry import CLEAN, LOGITS, NOTES, ORACLE, RATIO, SCO
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.kv.map import MapConfig
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the map takes."""
-    flags.add_models(parser)
-    scenarios.add_scenario(parser)
-    parser.add_argument(
-        "--groups", type=int, default=0, help="groups of neighbouring layers (default 0: each layer by itself)"
-    )
-    parser.add_argument("--part", choices=("kv", "k", "v"), default="kv", help="what to swap (default %(default)s)")
-
-
-def config(args: argparse.Namespace) -> MapConfig:
-    """The request."""
-    from engram_lab.probes.kv.map import MapConfig
-
-    return MapConfig(flags.names(args), scenarios.scenario_of(args), args.groups, args.part, args.align)
-
-
-def files(config: MapConfig) -> dict[str, str]:
-    """None: the command holds the scenario itself."""
-    return {}
-
-
-def options(config: MapConfig) -> list[str]:
-    """The flags of a request."""
-    return [
-        *flags.model_flags(config.models),
-        *scenarios.scenario_flags(config.scenario, config.align),
-        flags.flag("groups", config.groups),
-        flags.flag("part", config.part),
-    ]
-
-
-def view(config: MapConfig) -> View:
-    """The page of a request."""
-    widgets.without(config, seed=0)
-    return kv_widgets.view("Map", config, {**kv_widgets.part(config), "groups": config.groups})
+ASK = Ask("kv map", "kv", (
+    Models(),
+    Scenario(experiment="Map"),
+    Number("groups", "groups of neighbouring layers (default 0: each layer by itself)", 0, "groups"),
+    Choice("part", "what to swap (default %(default)s)", "kv", "part", "the part", words=PARTS),
+    Part("seed", default=0),
+))  # fmt: skip
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.ask import flags as arguments
-from engram_lab.lab.ask import kv_widgets, scenarios, widgets
+from engram_lab.lab.ask.parts import Models, Scenario
+from engram_lab.lab.ask.request import Ask, Flag, Numbers
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import SYMBOLS, level, line, titled
 from engram_lab.lab.fronts.entry import NOTES, ORACLE, RATIO, SCORE, Entry
@@ -16,7 +16,6 @@ from engram_lab.lab.fronts.kv_swap import effects_row
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
@@ -25,48 +24,29 @@ if TYPE_CHECKING:
 TOKENS = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # that the page offers to write
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the writing takes."""
-    arguments.add_models(parser)
-    scenarios.add_scenario(parser)
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", metavar="N", default=[0, 4, 16, 32],
-        help="tokens written before the answer (default: 0 4 16 32)",
-    )  # fmt: skip
-    parser.add_argument("--cue", metavar="TEXT", help="what the writing follows (default: one of ours)")
+class Cue(Flag):
+    """What the writing follows; ours, unless another is given."""
+
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The text."""
+        from engram_lab.probes.kv.reasoning import CUE
+
+        return {"cue": CUE if args.cue is None else args.cue}
+
+    def flags(self, config: ReasoningConfig) -> list[str]:
+        """The flag for another text."""
+        from engram_lab.probes.kv.reasoning import CUE
+
+        return super().flags(config) if config.cue != CUE else []
 
 
-def config(args: argparse.Namespace) -> ReasoningConfig:
-    """The request."""
-    from engram_lab.probes.kv.reasoning import CUE, ReasoningConfig
-
-    return ReasoningConfig(
-        arguments.names(args),
-        scenarios.scenario_of(args),
-        tuple(args.tokens),
-        CUE if args.cue is None else args.cue,
-        args.align,
-    )
-
-
-def files(config: ReasoningConfig) -> dict[str, str]:
-    """None: the command holds the scenario itself."""
-    return {}
-
-
-def options(config: ReasoningConfig) -> list[str]:
-    """The flags of a request."""
-    from engram_lab.probes.kv.reasoning import CUE
-
-    flags = arguments.model_flags(config.models) + scenarios.scenario_flags(config.scenario, config.align)
-    flags.append(" ".join(["--tokens", *map(str, config.tokens)]))
-    return [*flags, *([arguments.flag("cue", config.cue)] if config.cue != CUE else [])]
-
-
-def view(config: ReasoningConfig) -> View:
-    """The page of a request."""
-    shown = {"written": widgets.some_of("numbers of tokens", config.tokens, TOKENS), "cue": config.cue}
-    return kv_widgets.view("Reasoning", config, shown)
+ASK = Ask("kv reasoning", "kv", (
+    Models(),
+    Scenario(experiment="Reasoning"),
+    Numbers("tokens", "tokens written before the answer (default: 0 4 16 32)", [0, 4, 16, 32], "written",
+            "numbers of tokens", offered=TOKENS),
+    Cue("cue", "what the writing follows (default: one of ours)", key="cue", metavar="TEXT"),
+))  # fmt: skip
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

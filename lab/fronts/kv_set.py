@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.ask import flags, kv_widgets, widgets
-from engram_lab.lab.ask import scenarios as kv_scenarios
+from engram_lab.lab.ask import scenarios
+from engram_lab.lab.ask.parts import RESAMPLING, Experiment, Models, file_of_scenarios
+from engram_lab.lab.ask.request import Ask, File, Part, flag
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import bars, level, list_axis, titled
 from engram_lab.lab.draw.tables import bounds, interval_of
@@ -19,69 +20,59 @@ from engram_lab.lab.fronts.entry import CLEAN, LOGITS, NOTES, RATIO, RECOVERY, E
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
+    from engram_lab.probes.kv.scenario import Scenario
     from engram_lab.probes.kv.set import SetConfig
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the set takes."""
-    flags.add_models(parser)
-    parser.add_argument(
-        "--scenarios", type=Path, metavar="FILE", help="a .jsonl with your own scenarios (default: those that ship)"
-    )
-    parser.add_argument("--chat", action="store_true", help="all as a user's message in the model's chat template")
-    kv_scenarios.add_align(parser)
-    flags.add_resampling(parser)
-
-
-def config(args: argparse.Namespace) -> SetConfig:
-    """The request."""
-    from engram_lab.probes.kv.set import SetConfig
-
-    file = args.scenarios
-    scenarios = kv_scenarios.library() if file is None else kv_scenarios.read(file.read_bytes(), str(file))
-    if args.chat:
-        scenarios = tuple(dataclasses.replace(scenario, chat=True) for scenario in scenarios)
-    return SetConfig(flags.names(args), scenarios, args.align, args.seed, args.bootstrap)
-
-
-def _shipped(config: SetConfig) -> list[str] | None:
+def _ships(given: Sequence[Scenario]) -> list[str] | None:
     """The flags that make the scenarios of what ships; None if they are others."""
-    chat = tuple(dataclasses.replace(scenario, chat=True) for scenario in kv_scenarios.library())
-    return [] if config.scenarios == kv_scenarios.library() else ["--chat"] if config.scenarios == chat else None
+    library = scenarios.library()
+    if given == library:
+        return []
+    return ["--chat"] if given == tuple(dataclasses.replace(known, chat=True) for known in library) else None
 
 
-def files(config: SetConfig) -> dict[str, str]:
-    """The scenarios as a file, unless they are those that ship."""
-    return {} if _shipped(config) is not None else {kv_scenarios.FILE: kv_scenarios.written(config.scenarios)}
+class Library(Part):
+    """All scenarios of a file, or those that ship, and how values of different length are aligned."""
+
+    def add(self, parser: argparse.ArgumentParser) -> None:
+        """--scenarios, --chat and --align."""
+        parser.add_argument(
+            "--scenarios", type=Path, metavar="FILE", help="a .jsonl with your own scenarios (default: those that ship)"
+        )
+        parser.add_argument("--chat", action="store_true", help="all as a user's message in the model's chat template")
+        scenarios.add_align(parser)
+
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The scenarios."""
+        file = args.scenarios
+        given = scenarios.library() if file is None else scenarios.read(file.read_bytes(), str(file))
+        if args.chat:
+            given = tuple(dataclasses.replace(scenario, chat=True) for scenario in given)
+        return {"scenarios": given, "align": args.align}
+
+    def flags(self, config: SetConfig) -> list[str]:
+        """Those that make them again."""
+        ours = _ships(config.scenarios)
+        return [*([flag("scenarios", scenarios.FILE)] if ours is None else ours), flag("align", config.align)]
+
+    def files(self, config: SetConfig) -> dict[str, str]:
+        """The scenarios, unless they are those that ship."""
+        return {} if _ships(config.scenarios) is not None else {scenarios.FILE: scenarios.written(config.scenarios)}
+
+    def view(self, config: SetConfig) -> dict[str, Any]:
+        """Two switches."""
+        return {"chat_all": _ships(config.scenarios) == ["--chat"], "split_all": config.align == "split"}
+
+    def brought(self, config: SetConfig) -> dict[str, File]:
+        """The scenarios, unless they are those that ship."""
+        return {} if _ships(config.scenarios) is not None else file_of_scenarios(config.scenarios)
 
 
-def options(config: SetConfig) -> list[str]:
-    """The flags of a request."""
-    shipped = _shipped(config)
-    return [
-        *flags.model_flags(config.models),
-        *([flags.flag("scenarios", kv_scenarios.FILE)] if shipped is None else shipped),
-        flags.flag("align", config.align),
-        flags.flag("seed", config.seed),
-        flags.flag("bootstrap", config.bootstrap),
-    ]
-
-
-def view(config: SetConfig) -> View:
-    """The page of a request."""
-    shipped = _shipped(config)
-    shown = {
-        **widgets.models(config.models),
-        **widgets.resampling(config),
-        "experiment": "Whole library",
-        "chat_all": shipped == ["--chat"],
-        "split_all": config.align == "split",
-    }
-    return widgets.view("kv", shown, {} if shipped is not None else kv_widgets.library(config.scenarios))
+ASK = Ask("kv set", "kv", (Models(), Experiment("Whole library"), Library("scenarios"), *RESAMPLING))
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

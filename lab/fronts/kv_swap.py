@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.ask import flags as arguments
-from engram_lab.lab.ask import kv_widgets, scenarios, widgets
+from engram_lab.lab.ask.parts import PARTS, SEED, Models, Scenario
+from engram_lab.lab.ask.request import Ask, Choice, Number, Numbers, Part, in_order, refuse
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import bars, level, titled
 from engram_lab.lab.draw.theme import PALETTES
@@ -16,7 +17,6 @@ from engram_lab.lab.fronts.entry import CLEAN, LOGITS, NOTES, ORACLE, RATIO, REC
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
@@ -25,66 +25,44 @@ if TYPE_CHECKING:
 SIZES = (1, 2, 4, 8, 16)  # numbers of positions that the page offers, each for last, best and random
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the ladder takes."""
-    arguments.add_models(parser)
-    scenarios.add_scenario(parser)
-    parser.add_argument("--part", choices=("kv", "k", "v"), default="kv", help="what to swap (default %(default)s)")
-    parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="blocks to swap in (default: all)")
-    for name, what in (("last", "the last N positions"), ("best", "the best N"), ("random", "N at random")):
-        parser.add_argument(
-            f"--{name}", type=int, nargs="*", metavar="N", default=[1, 2, 4, 8], help=f"{what} (default: 1 2 4 8)"
-        )
-    parser.add_argument("--draws", type=int, default=8, help="draws of each random set (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default %(default)s)")
+def _sizes(name: str, what: str) -> Numbers:
+    return Numbers(name, f"{what} (default: 1 2 4 8)", [1, 2, 4, 8], least="*")
 
 
-def config(args: argparse.Namespace) -> SwapConfig:
-    """The request."""
-    from engram_lab.probes.kv.swap import SwapConfig
+class Sizes(Part):
+    """Numbers of last, best and random positions: three flags, and one choice on the page."""
 
-    return SwapConfig(
-        arguments.names(args),
-        scenarios.scenario_of(args),
-        args.part,
-        None if args.layers is None else tuple(args.layers),
-        tuple(args.last),
-        tuple(args.best),
-        tuple(args.random),
-        args.draws,
-        args.align,
-        args.seed,
-    )
+    KINDS = (_sizes("last", "the last N positions"), _sizes("best", "the best N"), _sizes("random", "N at random"))
 
+    def add(self, parser: argparse.ArgumentParser) -> None:
+        """Each by itself."""
+        for kind in self.KINDS:
+            kind.add(parser)
 
-def files(config: SwapConfig) -> dict[str, str]:
-    """None: the command holds the scenario itself."""
-    return {}
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Each by itself."""
+        return {name: value for kind in self.KINDS for name, value in kind.read(args).items()}
 
+    def flags(self, config: SwapConfig) -> list[str]:
+        """Each by itself."""
+        return [option for kind in self.KINDS for option in kind.flags(config)]
 
-def options(config: SwapConfig) -> list[str]:
-    """The flags of a request."""
-    flags = arguments.model_flags(config.models) + scenarios.scenario_flags(config.scenario, config.align)
-    flags.append(arguments.flag("part", config.part))
-    for name in ("layers", "last", "best", "random"):
-        if (numbers := getattr(config, name)) is not None:
-            flags.append(" ".join([f"--{name}", *map(str, numbers)]))
-    return [*flags, arguments.flag("draws", config.draws), arguments.flag("seed", config.seed)]
+    def view(self, config: SwapConfig) -> dict[str, Any]:
+        """One choice for all three."""
+        if not config.last == config.best == config.random:
+            refuse("different numbers of last, best and random positions")
+        return {"sizes": in_order("numbers of positions", config.last, SIZES)}
 
 
-def view(config: SwapConfig) -> View:
-    """The page of a request that takes the same numbers of last, best and random positions."""
-    if not config.last == config.best == config.random:
-        widgets.refuse("different numbers of last, best and random positions")
-    layers = config.layers or ()
-    shown = {
-        **kv_widgets.part(config),
-        **kv_widgets.seed(config),
-        "sizes": widgets.some_of("numbers of positions", config.last, SIZES),
-        "draws": widgets.within("a number of draws", config.draws, 1, 100),
-        "kv_layers": widgets.some_of("layers", layers, sorted(layers)),
-    }
-    return kv_widgets.view("Swap", config, shown)
+ASK = Ask("kv swap", "kv", (
+    Models(),
+    Scenario(experiment="Swap"),
+    Choice("part", "what to swap (default %(default)s)", "kv", "part", "the part", words=PARTS),
+    Numbers("layers", "blocks to swap in (default: all)", None, "kv_layers", "layers"),
+    Sizes("last"),
+    Number("draws", "draws of each random set (default %(default)s)", 8, "draws", "a number of draws", low=1, high=100),
+    replace(SEED, help="seed of the draws (default %(default)s)"),
+))  # fmt: skip
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

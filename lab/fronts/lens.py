@@ -2,76 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.ask import flags as arguments
-from engram_lab.lab.ask import widgets
+from engram_lab.lab.ask.parts import RESAMPLING, Models, Prompts, of_a_set, of_one_prompt
+from engram_lab.lab.ask.request import Ask, Number, Switch, Text
 from engram_lab.lab.draw.figure import namer
 from engram_lab.lab.fronts.entry import ENGRAM, LOGIT_LENS, TUNED_LENS, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.lens import LensConfig
 
 TOP = 20  # tokens that the page lists for a cell at most
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the lens takes."""
-    arguments.add_models(parser, against="optional")
-    arguments.add_prompts(parser)
-    parser.add_argument("--target", help="a text that is one token, whose rank and probability are reported")
-    parser.add_argument("--top-k", type=int, default=5, help="tokens listed for each cell (default %(default)s)")
-    parser.add_argument("--tuned", action="store_true", help="the tuned lens too; see engram-lab lens fit")
-    arguments.add_resampling(parser)
-
-
-def config(args: argparse.Namespace) -> LensConfig:
-    """The request."""
-    from engram_lab.probes.lens import LensConfig
-
-    prompts, detail = arguments.read_prompts(args)
-    return LensConfig(
-        arguments.names(args), prompts, args.target, args.top_k, args.seed, args.bootstrap, detail, args.tuned
-    )
-
-
-def options(config: LensConfig) -> list[str]:
-    """The flags of a request."""
-    flags = arguments.model_flags(config.models) + arguments.prompt_flags(config.prompts, config.detail)
-    if config.target is not None:
-        flags.append(arguments.flag("target", config.target))
-    if config.detail:
-        flags.append(arguments.flag("top-k", config.top_k))
-    if config.tuned:
-        flags.append("--tuned")
-    return [*flags, arguments.flag("seed", config.seed), arguments.flag("bootstrap", config.bootstrap)]
-
-
-def files(config: LensConfig) -> dict[str, str]:
-    """The files that the flags name."""
-    return arguments.texts_file(config.prompts, config.detail)
-
-
-def view(config: LensConfig) -> View:
-    """The page of a request."""
-    from engram_lab.lab.ask.texts import held_out
-
-    shown = {**widgets.models(config.models), "tuned": config.tuned}
-    if not config.detail:
-        widgets.without(config, target=None, top_k=5)
-        mode, brought = widgets.set_mode(config.prompts, held_out())
-        return widgets.view("lens", shown | mode | widgets.resampling(config), brought)
-    widgets.without(config, seed=0, bootstrap=1000)
-    shown |= widgets.one_prompt(config) | {"target": config.target or ""}
-    return widgets.view("lens", shown | {"top": widgets.within("a number of top tokens", config.top_k, 1, TOP)})
+ASK = Ask("lens", "lens", (
+    Models(against="optional"),
+    Prompts(),
+    of_one_prompt(Text("target", "a text that is one token, whose rank and probability are reported", key="target")),
+    of_one_prompt(
+        Number("top_k", "tokens listed for each cell (default %(default)s)", 5, "top", "a number of top tokens", low=1,
+               high=TOP),
+        always=False,
+    ),
+    Switch("tuned", "the tuned lens too; see engram-lab lens fit", key="tuned"),
+    *map(of_a_set, RESAMPLING),
+))  # fmt: skip
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

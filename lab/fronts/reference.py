@@ -50,7 +50,7 @@ def usage(probe: str) -> str:
         formatter_class=partial(argparse.HelpFormatter, width=110, max_help_position=32),
         add_help=False,
     )
-    front(probe).add_arguments(parser)
+    front(probe).ASK.add_arguments(parser)
     flags.add_outputs(parser)
     return parser.format_help()
 

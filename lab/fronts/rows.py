@@ -7,14 +7,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.ask import flags as arguments
-from engram_lab.lab.ask import widgets
+from engram_lab.lab.ask.flags import TEXTS_FILE, read_texts, texts_file
+from engram_lab.lab.ask.parts import Models, file_of_texts
+from engram_lab.lab.ask.request import Ask, File, Flag, Number, Text, flag, refuse
+from engram_lab.lab.ask.texts import held_out
 from engram_lab.lab.fronts.entry import ENGRAM, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from engram_lab.lab.ask.view import View
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
@@ -23,53 +24,79 @@ if TYPE_CHECKING:
 TOP, SHARERS = 50, 500  # tokens and sharers that the page lists at most
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the inspector takes."""
-    arguments.add_models(parser)
-    parser.add_argument("--prompt", required=True, help="the prompt")
-    parser.add_argument(
-        "--position", type=int, default=-1, help="token of the prompt, negative from the end (default %(default)s)"
-    )
-    parser.add_argument("--layer", type=int, help="a memory layer (default: the first)")
-    parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="texts to count hits and collisions over, one a line, or .jsonl"
-    )
-    parser.add_argument("--top-k", type=int, default=8, help="tokens listed for each row (default %(default)s)")
-    parser.add_argument(
-        "--top-shared", type=int, default=10, help="n-grams listed that share a row (default %(default)s)"
-    )
-    parser.add_argument(
-        "--counts", metavar="FILE", help="training hits, from engram-lab rows count (default: what ships)"
-    )
+def our_sentences() -> tuple[str, ...]:
+    """All sentences that we wrote, which the page counts over."""
+    from engram_lab.lab.fronts.cka import shipped
+
+    return (*held_out(), *(sentence.text for sentence in shipped()))
 
 
-def config(args: argparse.Namespace) -> RowsConfig:
-    """The request."""
-    from engram_lab.probes.rows import RowsConfig
+class Prompt(Text):
+    """The prompt, alone in the request's `prompts`."""
 
-    text = arguments.read_texts(args.text) if args.text else ()
-    return RowsConfig(
-        (args.model,), (args.prompt,), args.position, args.layer, text, args.top_k, args.top_shared, args.counts
-    )
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The prompt as the only one."""
+        return {"prompts": (args.prompt,)}
 
+    def flags(self, config: RowsConfig) -> list[str]:
+        """--prompt."""
+        return [flag("prompt", config.prompts[0])]
 
-def options(config: RowsConfig) -> list[str]:
-    """The flags of a request."""
-    flags = [*arguments.model_flags(config.models), arguments.flag("prompt", config.prompts[0])]
-    flags.append(arguments.flag("position", config.position))
-    if config.layer is not None:
-        flags.append(arguments.flag("layer", config.layer))
-    if config.text:
-        flags.append(arguments.flag("text", arguments.TEXTS_FILE))
-    flags += [arguments.flag("top-k", config.top_k), arguments.flag("top-shared", config.top_shared)]
-    if config.counts is not None:
-        flags.append(arguments.flag("counts", config.counts))
-    return flags
+    def view(self, config: RowsConfig) -> dict[str, Any]:
+        """The box."""
+        return {"prompt": config.prompts[0]}
 
 
-def files(config: RowsConfig) -> dict[str, str]:
-    """The files that the flags name."""
-    return arguments.texts_file(config.text, detail=not config.text)
+class Place(Number):
+    """What the page always names, and a request may leave to the model."""
+
+    def shown(self, value: int | None) -> int:
+        """The number, if it is one."""
+        if value is None or value < 0:
+            refuse("a position from the end, or for a layer without its number")
+        return value
+
+
+class Counted(Flag):
+    """The texts that hits and collisions are counted over."""
+
+    def kind(self) -> dict[str, Any]:
+        """A file."""
+        return {"type": Path, "metavar": "FILE"}
+
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The texts of the file, or none."""
+        return {"text": read_texts(args.text) if args.text else ()}
+
+    def flags(self, config: RowsConfig) -> list[str]:
+        """--text, if there are any."""
+        return [flag("text", TEXTS_FILE)] if config.text else []
+
+    def files(self, config: RowsConfig) -> dict[str, str]:
+        """The texts as that file."""
+        return texts_file(config.text, detail=not config.text)
+
+    def view(self, config: RowsConfig) -> dict[str, Any]:
+        """How many of our sentences, or how many of a file."""
+        return {"texts": len(config.text)}
+
+    def brought(self, config: RowsConfig) -> dict[str, File]:
+        """The texts, unless they are the first of ours."""
+        return file_of_texts(config.text, our_sentences())
+
+
+ASK = Ask("rows", "rows", (
+    Models(),
+    Prompt("prompt", "the prompt", required=True),
+    Place("position", "token of the prompt, negative from the end (default %(default)s)", -1, "pos"),
+    Place("layer", "a memory layer (default: the first)", None, "memory"),
+    Counted("text", "texts to count hits and collisions over, one a line, or .jsonl"),
+    Number("top_k", "tokens listed for each row (default %(default)s)", 8, "top", "a number of top tokens", low=1,
+           high=TOP),
+    Number("top_shared", "n-grams listed that share a row (default %(default)s)", 10, "sharers",
+           "a number of listed sharers", low=0, high=SHARERS),
+    Flag("counts", "training hits, from engram-lab rows count (default: what ships)", metavar="FILE"),
+))  # fmt: skip
 
 
 def settled(report: Report) -> RowsConfig:
@@ -77,30 +104,6 @@ def settled(report: Report) -> RowsConfig:
     from dataclasses import replace
 
     return replace(report.config, position=report.result.position, layer=report.result.layer)
-
-
-def own_sentences() -> tuple[str, ...]:
-    """All sentences that we wrote, which the page counts over."""
-    from engram_lab.lab.ask.texts import held_out
-    from engram_lab.lab.fronts.cka import shipped
-
-    return (*held_out(), *(sentence.text for sentence in shipped()))
-
-
-def view(config: RowsConfig) -> View:
-    """The page of a request, whose position does not count from the end and which names its layer."""
-    widgets.without(config, counts=None)
-    if config.position < 0 or config.layer is None:
-        widgets.refuse("a position from the end, or for a layer without its number")
-    counted, brought = widgets.text_set(config.text, own_sentences())
-    shown = {
-        "prompt": config.prompts[0],
-        "pos": config.position,
-        "memory": config.layer,
-        "top": widgets.within("a number of top tokens", config.top_k, 1, TOP),
-        "sharers": widgets.within("a number of listed sharers", config.top_shared, 0, SHARERS),
-    }
-    return widgets.view("rows", widgets.models(config.models) | shown | counted, brought)
 
 
 def figure(report: Report, mode: Mode, handles: Sequence[Handle]) -> go.Figure:

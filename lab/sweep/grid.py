@@ -169,7 +169,7 @@ def _parser(probe: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.Act
     from engram_lab.lab.command.console import Parser
 
     parser = Parser(prog=f"engram-lab probe {probe}", allow_abbrev=False)
-    front(probe).add_arguments(parser)
+    front(probe).ASK.add_arguments(parser)
     known = {action.option_strings[-1].removeprefix("--"): action for action in parser._actions}
     return parser, {name: action for name, action in known.items() if name != "help"}
 
@@ -188,7 +188,7 @@ def _cell(
     words = [word for name, value in values.items() for word in _words(name, value, known[name], folder)]
     try:
         args = parser.parse_args(words)
-        config = front(probe).config(args)
+        config = front(probe).ASK.config(args)
     except (BadUsageError, LabError) as error:
         raise _BadCellError(str(error)) from error
     models = tuple(ModelKey(name, args.device, args.dtype, args.trust_remote_code) for name in config.models)

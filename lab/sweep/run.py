@@ -89,7 +89,7 @@ class Ledger:
     ) -> RunInfo:
         """Save a report; the file's note and tags go to a session that is made by it, not over those of another."""
         try:
-            view = front(report.probe).view(settled(report)).to_dict()
+            view = front(report.probe).ASK.view(settled(report)).to_dict()
         except LabError:  # its page cannot make this request: it is shown and replayed without
             view = None
         run = self.store.save(

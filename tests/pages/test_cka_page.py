@@ -174,9 +174,9 @@ def test_the_command_gives_the_request_again(tmp_path: Path, monkeypatch: pytest
         files = export.files("cka", config)
         for name, text in files.items():
             Path(name).write_text(text, encoding="utf-8")
-        again = front.config(build_parser().parse_args(words(export.command_line("cka", config))))
+        again = front.ASK.config(build_parser().parse_args(words(export.command_line("cka", config))))
         assert again == config
-    assert front.files(CKAConfig(names, *take(front.shipped(), "entity", 7))) == {}
+    assert front.ASK.files(CKAConfig(names, *take(front.shipped(), "entity", 7))) == {}
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,9 +207,9 @@ def test_a_file_without_entities_is_told(tmp_path: Path, pair: list[Handle]) -> 
     parse = build_parser().parse_args
     base = ["probe", "cka", "--model=a", "--against=b"]
     with pytest.raises(LabError, match="marks no entity"):
-        front.config(parse([*base, "--entities", str(file)]))
-    assert front.config(parse([*base, "--prompts", str(file)])).points == "all"
-    assert front.config(parse([*base, "--prompts", str(file), "--prompts-b", str(file)])).points == "last"
+        front.ASK.config(parse([*base, "--entities", str(file)]))
+    assert front.ASK.config(parse([*base, "--prompts", str(file)])).points == "all"
+    assert front.ASK.config(parse([*base, "--prompts", str(file), "--prompts-b", str(file)])).points == "last"
     marked = tmp_path / "marked.jsonl"
     marked.write_text(to_json_lines(["The mill"], [[(4, 8)]]), encoding="utf-8")
-    assert front.config(parse([*base, "--prompts", str(marked)])).entities == (((4, 8),),)
+    assert front.ASK.config(parse([*base, "--prompts", str(marked)])).entities == (((4, 8),),)

@@ -118,7 +118,7 @@ def test_reopened_facts_are_not_written_again(reopen: list[Any], monkeypatch: py
 
     monkeypatch.setattr(facts_writing, "write", counted)
     reopen.append((config, left.to_bytes()))
-    at = stand(front("facts check").view(config))
+    at = stand(front("facts check").ASK.view(config))
     user = at.session_state["facts_users"]["ada"]
     own = user.written[handle.fingerprint]
     assert own.overlay == left and not writes
@@ -130,7 +130,7 @@ def test_reopened_facts_are_not_written_again(reopen: list[Any], monkeypatch: py
     foreign, _ = sets.write(other, FACTS, config.writing)
     for raw in (b"{}" * 9, foreign.to_bytes()):
         reopen.append((config, raw))
-        at = stand(front("facts check").view(config))
+        at = stand(front("facts check").ASK.view(config))
         assert at.session_state["facts_users"]["ada"].written[handle.fingerprint].overlay == overlay
         assert len(writes) == 1
         writes.clear()

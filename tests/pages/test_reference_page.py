@@ -77,7 +77,7 @@ def test_a_broken_formula_is_found() -> None:
 def test_the_command_is_one_that_the_lab_takes(probe: str) -> None:
     words = shlex.split(reference.command(probe))
     args = build_parser().parse_args(words[1:])
-    assert args.probe == probe and front(probe).config(args).models[0] in ("engram-mini", "smollm2-135m")
+    assert args.probe == probe and front(probe).ASK.config(args).models[0] in ("engram-mini", "smollm2-135m")
     options = set(re.findall(r"--[a-z][a-z-]*", reference.usage(probe)))
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options
 

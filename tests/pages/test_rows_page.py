@@ -124,17 +124,17 @@ def test_bad_requests_are_one_sentence(page: AppTest) -> None:
 def test_the_exported_command_gives_the_same_report(report: Report, tmp_path: Path) -> None:
     import argparse
 
-    for name, text in front.files(report.config).items():
+    for name, text in front.ASK.files(report.config).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     parser = argparse.ArgumentParser()
-    front.add_arguments(parser)
+    front.ASK.add_arguments(parser)
     flags = shlex.split(
-        " ".join(front.options(report.config)).replace(arguments.TEXTS_FILE, str(tmp_path / "texts.txt"))
+        " ".join(front.ASK.options(report.config)).replace(arguments.TEXTS_FILE, str(tmp_path / "texts.txt"))
     )
-    assert front.config(parser.parse_args(flags)) == report.config
+    assert front.ASK.config(parser.parse_args(flags)) == report.config
     bare = RowsConfig(("m",), ("a 'quoted' $prompt",), counts="some file")
-    assert front.files(bare) == {}
-    assert front.config(parser.parse_args(shlex.split(" ".join(front.options(bare))))) == bare
+    assert front.ASK.files(bare) == {}
+    assert front.ASK.config(parser.parse_args(shlex.split(" ".join(front.ASK.options(bare))))) == bare
     program = export.python("rows", bare)
     found: dict[str, Any] = {}
     exec(program.partition("report =")[0], found)

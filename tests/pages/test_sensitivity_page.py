@@ -91,6 +91,6 @@ def test_the_command_gives_the_request_again(tmp_path: Path, monkeypatch: pytest
         config = SensitivityConfig(("a model", "b"), sets, ("off@1", "shuffled"), 3, 200)
         for name, text in export.files("sensitivity", config).items():
             Path(name).write_text(text, encoding="utf-8")
-        made = front.config(build_parser().parse_args(words(export.command_line("sensitivity", config))))
+        made = front.ASK.config(build_parser().parse_args(words(export.command_line("sensitivity", config))))
         assert made == config
     assert json.loads(Path("my_facts.jsonl").read_text().splitlines()[0])["answer"] == " France"

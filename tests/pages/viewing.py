@@ -41,7 +41,7 @@ def stand(view: View) -> AppTest:
 
 def there_and_back(probe: str, config: Record, asked: list[tuple[str, Any]]) -> AppTest:
     """The page of a request, which asks for this very request."""
-    view: View = front(probe).view(config)
+    view: View = front(probe).ASK.view(config)
     assert View.from_dict(view.to_dict()) == view, "it can be kept"
     at = stand(view)
     assert [(name, own.to_dict()) for name, own in asked[:1]] == [(probe, config.to_dict())]

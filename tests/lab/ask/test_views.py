@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 
-from engram_lab.lab.app import runner
 from engram_lab.lab.ask import scenarios as kv_scenarios
-from engram_lab.lab.ask import texts, widgets
+from engram_lab.lab.ask import texts
 from engram_lab.lab.fronts import cka as cka_front
 from engram_lab.lab.fronts import front, settled
 from engram_lab.lab.fronts.kv_compose import AGAIN, LENGTHS
 from engram_lab.lab.fronts.kv_erratum import POLICIES
 from engram_lab.lab.fronts.kv_reasoning import TOKENS
 from engram_lab.lab.fronts.kv_swap import SIZES
-from engram_lab.lab.fronts.rows import own_sentences
+from engram_lab.lab.fronts.rows import our_sentences
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import open_model
 from engram_lab.probes import gates, rows, tuned_lens
@@ -71,7 +70,7 @@ def gated(draw: random.Random) -> Iterator[Record]:
 
 
 def row(draw: random.Random) -> Iterator[Record]:
-    yield RowsConfig(ONE, (texts.examples()[0]["prompt"],), 2, 0, own_sentences())
+    yield RowsConfig(ONE, (texts.examples()[0]["prompt"],), 2, 0, our_sentences())
     yield RowsConfig(("engram-mini-early",), (NASTY,), 5, 2, LINES, draw.randint(1, 50), draw.randint(0, 500))
 
 
@@ -220,7 +219,7 @@ REFUSED: list[tuple[str, Record, str]] = [
 @pytest.mark.parametrize(("probe", "config", "says"), REFUSED, ids=[f"{p}-{s}" for p, _, s in REFUSED])
 def test_what_no_page_makes_is_refused_in_one_sentence(probe: str, config: Record, says: str) -> None:
     with pytest.raises(LabError) as error:
-        front(probe).view(config)
+        front(probe).ASK.view(config)
     said = str(error.value)
     assert (
         said.startswith("Its page has no setting for ") and says in said and said.count(". ") == 0 and said[-1] == "."
@@ -254,14 +253,10 @@ def test_the_tuned_lens_is_on_or_off_as_it_was(
         there_and_back("lens", LensConfig(("dense-mini",), (NASTY,), tuned=tuned), asked)
 
 
-def test_nothing_is_the_word_of_the_sidebar() -> None:
-    assert widgets.NOTHING == runner.NOTHING
-
-
 def test_the_page_shows_what_was_kept() -> None:
     """With the runner itself: the result on the page is that of the request."""
     config = LensConfig(TWO, (NASTY,), " the", 3)
-    at = stand(front("lens").view(config))
+    at = stand(front("lens").ASK.view(config))
     from engram_lab.lab.fronts.export import command_line
 
     assert at.code[0].value == command_line("lens", config)

@@ -30,7 +30,7 @@ def test_the_files_hold_what_the_command_makes(shipped_example: tuple[Example, A
         assert run.environment is not None and run.environment["threads"] == "1"
         assert {(model.device, model.dtype) for model in run.report.protocol.models} == {("cpu", "float32")}
         settled = getattr(front(run.report.probe), "settled", lambda report: report.config)
-        assert run.view == front(run.report.probe).view(settled(run.report)).to_dict()
+        assert run.view == front(run.report.probe).ASK.view(settled(run.report)).to_dict()
 
 
 @pytest.mark.parametrize("all_runs", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {"ranks": (2,), "lora_steps": 3, "lora_rate": 0.05, "boo
 
 def parsed(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    front.add_arguments(parser)
+    front.ASK.add_arguments(parser)
     flags.add_outputs(parser)
     return parser.parse_args(words)
 
@@ -42,13 +42,13 @@ def report(pair: list[Handle]) -> Report:
 
 
 def test_the_request_of_the_command_line_holds_what_ships() -> None:
-    config = front.config(parsed(["--model=m", "--n-texts=2"]))
+    config = front.ASK.config(parsed(["--model=m", "--n-texts=2"]))
     assert config == front.request(("m",), facts_files.persona(), held_out()[:2], writing=Writing(facts_files.USER))
     assert (config.ranks, len(config.facts), config.time) == ((64, 8), 50, False)
     assert len(config.retrieved) == len(prompts_of(config.facts)) + 2 and max(map(len, config.retrieved)) == 3
     assert all(config.retrieved[n][0] == n for n in range(50))  # a trigger finds its own fact
-    assert len(front.config(parsed(["--model=m"])).unrelated) == front.N_TEXTS
-    assert front.config(parsed(["--model=m", "--best=0"])).retrieved == ()
+    assert len(front.ASK.config(parsed(["--model=m"])).unrelated) == front.N_TEXTS
+    assert front.ASK.config(parsed(["--model=m", "--best=0"])).retrieved == ()
 
 
 def test_the_facts_of_each_text_are_retrieved_for_it() -> None:
@@ -70,10 +70,10 @@ def test_the_facts_of_each_text_are_retrieved_for_it() -> None:
 def test_the_flags_of_a_request_make_it_again(
     config: AlternativesConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, text in front.files(config).items():
+    for name, text in front.ASK.files(config).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    assert front.config(parsed(shlex.split(" ".join(front.options(config))))) == config
+    assert front.ASK.config(parsed(shlex.split(" ".join(front.ASK.options(config))))) == config
 
 
 def test_rows(report: Report) -> None:

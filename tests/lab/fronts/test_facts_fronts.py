@@ -32,7 +32,7 @@ OWN = (
 
 def parsed(front: ModuleType, words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    front.add_arguments(parser)
+    front.ASK.add_arguments(parser)
     flags.add_outputs(parser)
     return parser.parse_args(words)
 
@@ -53,35 +53,35 @@ def parsed(front: ModuleType, words: list[str]) -> argparse.Namespace:
 def test_the_flags_of_a_request_make_it_again(
     front: ModuleType, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, text in front.files(config).items():
+    for name, text in front.ASK.files(config).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    assert front.config(parsed(front, shlex.split(" ".join(front.options(config))))) == config
+    assert front.ASK.config(parsed(front, shlex.split(" ".join(front.ASK.options(config))))) == config
 
 
 def test_what_ships_is_the_default_and_needs_no_file() -> None:
-    config = facts_check.config(parsed(facts_check, ["--model=m"]))
+    config = facts_check.ASK.config(parsed(facts_check, ["--model=m"]))
     assert config.facts == facts_files.persona() and len(config.facts) == 50 and config.writing == Writing("maya")
-    assert config.texts == held_out()[:40] and facts_check.files(config) == {}
-    assert facts_check.config(parsed(facts_check, facts_check.options(config))) == config
+    assert config.texts == held_out()[:40] and facts_check.ASK.files(config) == {}
+    assert facts_check.ASK.config(parsed(facts_check, facts_check.ASK.options(config))) == config
     assert all(len(own.paraphrases) == len(own.neighbours) == 2 for own in config.facts)
     assert facts_files.read(facts_files.written(config.facts).encode(), "again.jsonl") == config.facts
-    few = facts_check.config(parsed(facts_check, ["--model=m", "--n-texts=3", "--fact=a b => c", "--fact=d=>e f"]))
+    few = facts_check.ASK.config(parsed(facts_check, ["--model=m", "--n-texts=3", "--fact=a b => c", "--fact=d=>e f"]))
     assert few.facts == (StatedFact("a b", " c"), StatedFact("d", " e f")) and few.texts == held_out()[:3]
-    assert facts_density.config(parsed(facts_density, ["--model=m"])).sizes == (1, 2, 5, 10, 20, 50)
+    assert facts_density.ASK.config(parsed(facts_density, ["--model=m"])).sizes == (1, 2, 5, 10, 20, 50)
 
 
 def test_an_overlay_brings_its_facts(tmp_path: Path, handle: Any) -> None:
     overlay, _ = write(handle, FACTS[:2], Writing("tom", layer=1, method="closed_form"))
     overlay.save(tmp_path / "o.safetensors")
     given = parsed(facts_check, ["--model=m", f"--overlay={tmp_path / 'o.safetensors'}", "--rate=.25"])
-    config = facts_check.config(given)
+    config = facts_check.ASK.config(given)
     assert [own.fact for own in config.facts] == list(overlay.facts)
     assert config.writing == Writing("tom", 1, "closed_form", rate=0.25)
     with pytest.raises(LabError, match="brings its own facts"):
-        facts_check.config(parsed(facts_check, ["--model=m", "--overlay=x", "--fact=a => b"]))
+        facts_check.ASK.config(parsed(facts_check, ["--model=m", "--overlay=x", "--fact=a => b"]))
     with pytest.raises(LabError, match="no overlay to read"):
-        facts_check.config(parsed(facts_check, ["--model=m", f"--overlay={tmp_path / 'none'}"]))
+        facts_check.ASK.config(parsed(facts_check, ["--model=m", f"--overlay={tmp_path / 'none'}"]))
 
 
 def test_a_table_of_facts() -> None:

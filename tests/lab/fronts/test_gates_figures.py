@@ -210,7 +210,7 @@ def test_tables(report: Report, set_report: Report) -> None:
 
 def parsed(flags: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    front("gates").add_arguments(parser)
+    front("gates").ASK.add_arguments(parser)
     arguments.add_outputs(parser)
     return parser.parse_args(flags)
 
@@ -226,7 +226,7 @@ def test_the_command_makes_the_request_again(config: GatesConfig) -> None:
     shown = command_line("gates", config)
     words = shlex.split(shown.replace(" \\\n", " "))
     assert words[:3] == ["engram-lab", "probe", "gates"]
-    assert front("gates").config(parsed(words[3:])) == config
+    assert front("gates").ASK.config(parsed(words[3:])) == config
     made: dict[str, GatesConfig] = {}
     exec(python("gates", config).split("report = ")[0], made)
     assert made["config"] == config

@@ -45,17 +45,17 @@ def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
 def parsed(front: ModuleType, words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    front.add_arguments(parser)
+    front.ASK.add_arguments(parser)
     flags.add_outputs(parser)
     return parser.parse_args(words)
 
 
 def again(front: ModuleType, config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The request that its own command makes, in a folder with its files."""
-    for name, text in front.files(config).items():
+    for name, text in front.ASK.files(config).items():
         (folder / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(folder)
-    return front.config(parsed(front, shlex.split(" ".join(front.options(config)))))
+    return front.ASK.config(parsed(front, shlex.split(" ".join(front.ASK.options(config)))))
 
 
 @pytest.mark.parametrize(

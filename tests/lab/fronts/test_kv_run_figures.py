@@ -56,11 +56,11 @@ def test_the_flags_of_a_request_make_it_again(front: Any, config: Any, tmp_path:
 
 
 def test_defaults_and_bad_flags() -> None:
-    own = kv_compose.config(parsed(kv_compose, ["--model=m", "--block=b"]))
+    own = kv_compose.ASK.config(parsed(kv_compose, ["--model=m", "--block=b"]))
     assert own.answers == () and own.prefix == compose_probe.PREFIX
-    assert kv_compose.config(parsed(kv_compose, ["--model=m"])) == ComposeConfig(("m",))
+    assert kv_compose.ASK.config(parsed(kv_compose, ["--model=m"])) == ComposeConfig(("m",))
     with pytest.raises(LabError, match="no correction of a chain"):
-        kv_erratum.config(parsed(kv_erratum, ["--model=m", "--chain=Rome"]))
+        kv_erratum.ASK.config(parsed(kv_erratum, ["--model=m", "--chain=Rome"]))
 
 
 def test_rows_are_tidy_and_hold_the_figures(reports: dict[str, Report]) -> None:

@@ -118,7 +118,7 @@ def test_every_probe_is_asked_as_on_the_command_line(probe: str, tmp_path: Path)
             words += [f"--{name}={item}" for item in several]
     (cell,) = grid.read(written(tmp_path, {"probe": probe, "options": given})).cells
     args = build_parser().parse_args(words)
-    assert cell.config == front(probe).config(args)
+    assert cell.config == front(probe).ASK.config(args)
     assert cell.models == tuple(grid.ModelKey(name, "cpu", "bfloat16", False) for name in cell.config.models)
 
 
