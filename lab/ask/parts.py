@@ -25,7 +25,7 @@ YOUR_OWN = "your own"  # its name in the picker, and that of a prompt of one's o
 ALL_KINDS = "all kinds"
 PARTS = {"K and V": "kv", "K alone": "k", "V alone": "v"}  # of a cache, in the words of the page
 EDITED = ("template", "old", "new", "answer_old", "answer_new", "chat")  # fields with a widget in every experiment
-SAID = ("erratum", "irrelevant", "wrong", "third")  # and those of the errata
+ERRATA = ("erratum", "irrelevant", "wrong", "third")  # and those of the errata
 METHODS = {"optimised": "optimised", "closed form": "closed_form"}  # of writing facts, in the words of the page
 STEPS = 200  # of the optimised method at most, on the page
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engram_lab.lab.ask.parts import EDITED, SAID, Models, Scenario
+from engram_lab.lab.ask.parts import EDITED, ERRATA, Models, Scenario
 from engram_lab.lab.ask.request import Ask, Number, Numbers, Repeated, Switch, Text, flag, refuse
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import line, titled
@@ -68,7 +68,7 @@ class Wording(Text):
 
 ASK = Ask("kv erratum", "kv", (
     Models(),
-    Scenario(experiment="Erratum", fields=(*EDITED, *SAID)),
+    Scenario(experiment="Erratum", fields=(*EDITED, *ERRATA)),
     Chain("chain", "a correction of the chain, the last = counts; may be repeated (default: from the scenario)", [],
           "chain", flag="chain", metavar="VALUE=ANSWER"),
     Number("corrections", "how many, without --chain; 0 for no chain (default %(default)s)", 4, "corrections",
