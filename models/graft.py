@@ -28,14 +28,13 @@ from engram_lab.models.engram import (
     CACHE_ARGUMENT,
     EngramConfig,
     EngramMemory,
-    MemoryGeneration,
     MemoryStack,
-    state_layers,
 )
 from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError
 from engram_lab.models.files import whole
 from engram_lab.models.handle import Handle
 from engram_lab.models.layouts import find_layout
+from engram_lab.models.memory_state import MemoryGeneration, state_layers
 from engram_lab.models.weightfiles import short
 
 FILE = "graft.json"

@@ -2,7 +2,7 @@
 
 Axes: layer (decoder block), batch, kv_head, pos, head_dim. Keys are as cached: after the rotation.
 
-An Engram keeps more at a position (models.engram.state_layers): the token history, by which later tokens are
+An Engram keeps more at a position (models.memory_state.state_layers): the token history, by which later tokens are
 addressed, and per memory layer what its convolution looks back on. The latter goes with its block; the history goes,
 with the id, where K and V of all layers do. Sliding-window layers keep all tokens here; the mask does the window.
 """
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from engram_lab.models.engram import MemoryState, document_reach
+from engram_lab.models.engram import document_reach
 from engram_lab.models.errors import LabError, first_line
+from engram_lab.models.memory_state import MemoryState
 
 PARTS = ("kv", "k", "v")
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from engram_lab.models.engram import CACHE_ARGUMENT, MemoryState, state_layers
+from engram_lab.models.engram import CACHE_ARGUMENT
 from engram_lab.models.errors import CacheError
 from engram_lab.models.graft import graft
 from engram_lab.models.handle import Handle, open_model
+from engram_lab.models.memory_state import MemoryState, state_layers
 from tests.models import tiny
 from tests.models.plain_engram import build
 
