@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask.parts import RESAMPLING, Models, Prompts, of_a_set, of_one_prompt
 from engram_lab.lab.ask.request import Ask, Number, Switch, Text
-from engram_lab.lab.draw.figure import namer
 from engram_lab.lab.fronts.entry import ENGRAM, LOGIT_LENS, TUNED_LENS, Entry
 
 if TYPE_CHECKING:
@@ -88,6 +87,7 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
 
 def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
     """All figures that the report has without asking the reader anything."""
+    from engram_lab.lab.draw.figure import namer
     from engram_lab.lab.fronts.lens_figures import difference_curve, lens_map, readings, settle_histogram
 
     models, difference, drawn = report.result.models, report.result.difference, [figure(report, mode, handles)]

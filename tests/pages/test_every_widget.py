@@ -268,7 +268,7 @@ def agreeing(at: AppTest) -> AppTest:
     assert exported or not ASKED, f"{ASKED[0][0]} was asked for, and what is exported is another request"
     now = {str(own.key): own.value for own in nodes(at) if isinstance(own, Widget)}
     for probe, config in exported:
-        view = front(probe).view(config)
+        view = front(probe).ASK.view(config)
         said = {key: value for key, value in view.widgets.items() if key in now}
         said.pop("kind", None)  # it narrows what is offered, and no request knows of it
         if "kv_file" in view.files:  # with a scenario that began from a file comes a file of its own, and other names

@@ -70,7 +70,7 @@ def lab_of_tiny_models(
 def asked(at: AppTest) -> Any:
     """The request that the shown command makes."""
     args = build_parser().parse_args(words(command(at)))
-    return front(f"kv {command(at).split()[3]}").config(args)
+    return front(f"kv {command(at).split()[3]}").ASK.config(args)
 
 
 def said(at: AppTest) -> str:
