@@ -76,6 +76,7 @@ def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path: Path, monk
     assert done >= 12 and (tmp_path / "depth.parquet").exists() and (tmp_path / "look.html").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", range(len(blocks("README.md", "python"))))
 def test_the_python_of_the_readme_runs(n: int) -> None:
     assert (listing.SHIPPED / "engram-mini").is_dir()

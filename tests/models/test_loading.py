@@ -325,6 +325,7 @@ print((peak() - before) / weights, handle.dtype)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_is_little_more_than_the_weights(checkpoint: Path, tokenizer: Any, tmp_path: Path) -> None:
     config = LlamaConfig(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=6)

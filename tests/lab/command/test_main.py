@@ -104,6 +104,7 @@ def test_files(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     assert capsys.readouterr().out == "", "a file was named, so nothing is printed"
 
 
+@pytest.mark.browser
 @pytest.mark.skipif(export.no_png() is not None, reason="no Chrome or Chromium")
 def test_png(folder: Path, tmp_path: Path) -> None:
     picture = tmp_path / "curve.png"
