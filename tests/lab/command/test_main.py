@@ -105,7 +105,7 @@ def test_files(folder: Path, tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(export.no_png() is not None, reason="no Chrome or Chromium")
+@pytest.mark.skipif(export.no_png() is not None and "CI" not in os.environ, reason="no Chrome or Chromium")
 def test_png(folder: Path, tmp_path: Path) -> None:
     picture = tmp_path / "curve.png"
     assert lens("--model", folder / "one", "--prompt", "The river", "--png", picture) == 0
