@@ -8,10 +8,8 @@ models.engram; nothing else of the model is touched. On disk a graft is a small 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from engram_lab.models import loading
 from engram_lab.models.canonical import canonical_map, map_sha256, tokenizer_sha256
 from engram_lab.models.engram import (
     CACHE_ARGUMENT,
@@ -30,9 +27,8 @@ from engram_lab.models.engram import (
     EngramMemory,
     MemoryStack,
 )
-from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError
+from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError
 from engram_lab.models.files import whole
-from engram_lab.models.handle import Handle
 from engram_lab.models.layouts import find_layout
 from engram_lab.models.memory_state import MemoryGeneration, state_layers
 from engram_lab.models.weightfiles import short
@@ -99,91 +95,9 @@ def load_graft(folder: Path) -> Graft:
         ) from error
 
 
-def load_grafted(
-    folder: Path, device: torch.device, dtype: str | torch.dtype | None, trust_remote_code: bool
-) -> loading.Loaded:
-    """The base that graft.json of a folder names, with its memory; CheckpointError if it is not there or another."""
-    spec = load_graft(folder)
-    beside = folder.resolve().parent / Path(spec.base).name
-    try:
-        base = loading.resolve(spec.base, trust_remote_code)
-    except UnknownModelError as error:
-        if not beside.exists():
-            raise CheckpointError(f"{folder} is a memory grafted onto a model that is not here. {error}") from error
-        base = beside
-    if (base / FILE).is_file():
-        raise CheckpointError(f"{folder / FILE} names another graft, {base}, as its base: graft onto a model.")
-    loaded = loading.load(base, device, dtype, trust_remote_code)
-    if loaded.fingerprint != spec.base_fingerprint:
-        raise CheckpointError(
-            f"{folder} was grafted onto {spec.base} with the fingerprint {spec.base_fingerprint}, but that model is "
-            f"now {loaded.fingerprint}: graft the memory again."
-        )
-    attach(loaded.model, loaded.tokenizer, spec)
-    return loading.Loaded(loaded.model, loaded.tokenizer, spec.fingerprint)
-
-
-def graft(
-    handle: Handle,
-    layers: Sequence[int],
-    *,
-    rows_per_head: int = 10_000,
-    heads: int = 8,
-    head_dim: int | None = None,
-    max_ngram: int = 3,
-    gate: str = "demo",
-    seed: int = 0,
-) -> Handle:
-    """A new handle of the same weights, shared and not copied, with an empty memory before each of these blocks.
-
-    Without `head_dim` it is so wide that what a position reads, (max_ngram - 1) * heads * head_dim numbers, can have
-    any value in the residual. LabError for a model or a layer that cannot carry one.
-    """
-    if handle.engram_layers:
-        raise LabError(f"{handle.name} has a memory already: write facts into that, or graft onto its base.")
-    config = handle.model.config.get_text_config()
-    pad = config.pad_token_id if isinstance(config.pad_token_id, int) else config.eos_token_id
-    canonical = canonical_map(handle.tokenizer)
-    spec = Graft(
-        base=handle.name,
-        base_fingerprint=handle.fingerprint,
-        layers=tuple(sorted(set(layers))),
-        rows_per_head=rows_per_head,
-        heads=heads,
-        head_dim=head_dim if head_dim is not None else -(-handle.d_model // max(1, (max_ngram - 1) * heads)),
-        max_ngram=max_ngram,
-        gate=gate,
-        seed=seed,
-        pad_token_id=pad if isinstance(pad, int) else 0,
-        map_sha256=map_sha256(canonical),
-    )
-    with handle.lock:
-        model = twin(handle.model)
-    attach(model, handle.tokenizer, spec, canonical)
-    layers_named = ",".join(map(str, spec.layers))
-    return Handle(model, handle.tokenizer, f"{handle.name}+memory@{layers_named}", spec.fingerprint)
-
-
-def graft_of(handle: Handle) -> Graft:
-    """What `graft` or a graft folder made of this handle's model; LabError if it is not grafted."""
-    found = getattr(_stack_of(handle.model)[0], "graft", None)
-    if not isinstance(found, Graft):
-        raise LabError(f"{handle.name} has no grafted memory: there is nothing to save.")
-    return found
-
-
-def save_graft(handle: Handle, folder: Path) -> None:
-    """Write the graft of a handle beside its base; its rows are zero, and what fills them are overlays."""
-    spec = graft_of(handle)
-    for memory in _stack_of(handle.model)[0].memories():
-        if memory.table.weight.any():
-            raise LabError(f"{handle.name} has rows that are not zero, which a graft does not keep: use an overlay.")
-    spec.save(folder)
-
-
 def attach(model: PreTrainedModel, tokenizer: Any, spec: Graft, canonical: np.ndarray | None = None) -> None:
     """Put the memories of `spec` into `model`, in place; LabError if it cannot carry them."""
-    stack, blocks = _stack_of(model)
+    stack, blocks = stack_of(model)
     config = model.config.get_text_config()
     bad = [layer for layer in spec.layers if not 0 <= layer < len(blocks)]
     if bad or not spec.layers:
@@ -314,21 +228,7 @@ def _with(mixin: type, base: type) -> type:
     return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
 
 
-def _stack_of(model: PreTrainedModel) -> tuple[Any, Any]:
+def stack_of(model: PreTrainedModel) -> tuple[Any, Any]:
     """(the module that runs the blocks, the blocks)."""
     blocks = find_layout(model).blocks
     return model.get_submodule(blocks.rpartition(".")[0]), model.get_submodule(blocks)
-
-
-def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """New modules around the same tensors, without what nnsight has put around the old ones."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    wrapped = [name for name, module in model.named_modules() if "__nnsight__" in vars(module)]
-    for name in wrapped:
-        own = vars(model.get_submodule(name))
-        shared |= {id(own["__nnsight__"]): (), id(own["forward"]): ()}
-    twin = copy.deepcopy(model, shared)
-    for name in wrapped:
-        own = vars(twin.get_submodule(name))
-        del own["__nnsight__"], own["forward"]
-    return twin

@@ -25,7 +25,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 import engram_lab.models.engram  # noqa: F401 - registers the Engram with transformers' auto classes
-from engram_lab.models import listing, weightfiles
+from engram_lab.models import graft, listing, weightfiles
+from engram_lab.models.canonical import check_map
 from engram_lab.models.errors import CheckpointError, LabError, UnknownModelError, first_line
 
 HUB_TIMEOUT = 5.0  # seconds to wait for the hub's answer
@@ -141,10 +142,8 @@ def choose_dtype(dtype: str | torch.dtype | None, device: torch.device, stored: 
 
 def load(path: Path, device: torch.device, dtype: str | torch.dtype | None, trust_remote_code: bool) -> Loaded:
     """Read the checkpoint at `path` (see resolve) onto `device`, in eval mode; else CheckpointError."""
-    if (path / "graft.json").is_file():
-        from engram_lab.models.graft import load_grafted
-
-        return load_grafted(path, device, dtype, trust_remote_code)
+    if (path / graft.FILE).is_file():
+        return _load_grafted(path, device, dtype, trust_remote_code)
     with _quiet():
         if path.is_file():
             loaded = _load_gguf(path, device, dtype)
@@ -157,10 +156,32 @@ def load(path: Path, device: torch.device, dtype: str | torch.dtype | None, trus
                 f'{path.name} does not fit into the memory of {device}: use device="cpu" or dtype="bfloat16".'
             ) from error
     if getattr(loaded.model.config, "engram_layer_ids", None):
-        from engram_lab.models.canonical import check_map
-
         check_map(loaded.model, loaded.tokenizer)
     return loaded
+
+
+def _load_grafted(
+    folder: Path, device: torch.device, dtype: str | torch.dtype | None, trust_remote_code: bool
+) -> Loaded:
+    """The base that graft.json of a folder names, with its memory; CheckpointError if it is not there or another."""
+    spec = graft.load_graft(folder)
+    beside = folder.resolve().parent / Path(spec.base).name
+    try:
+        base = resolve(spec.base, trust_remote_code)
+    except UnknownModelError as error:
+        if not beside.exists():
+            raise CheckpointError(f"{folder} is a memory grafted onto a model that is not here. {error}") from error
+        base = beside
+    if (base / graft.FILE).is_file():
+        raise CheckpointError(f"{folder / graft.FILE} names another graft, {base}, as its base: graft onto a model.")
+    loaded = load(base, device, dtype, trust_remote_code)
+    if loaded.fingerprint != spec.base_fingerprint:
+        raise CheckpointError(
+            f"{folder} was grafted onto {spec.base} with the fingerprint {spec.base_fingerprint}, but that model is "
+            f"now {loaded.fingerprint}: graft the memory again."
+        )
+    graft.attach(loaded.model, loaded.tokenizer, spec)
+    return Loaded(loaded.model, loaded.tokenizer, spec.fingerprint)
 
 
 def _load_folder(

@@ -19,7 +19,7 @@ from engram_lab.models.canonical import canonical_key
 from engram_lab.models.engram import MemoryStack
 from engram_lab.models.handle import Handle
 from engram_lab.models.hashing import INT64_MAX, NgramHash, ngram_mixes
-from engram_lab.models.memory import memories
+from engram_lab.models.tables import memories
 
 Batch = tuple[Tensor, Tensor]  # ids and positions within the document, each [batch, pos]
 CHUNK = 1 << 18  # tokens hashed at a time: bounds the memory beside the counts

@@ -22,7 +22,7 @@ from torch import Tensor
 from engram_lab.models.errors import LabError
 from engram_lab.models.files import whole
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import memories
+from engram_lab.models.tables import memories
 
 FORMAT = "engram-lab overlay 1"
 MAX_BYTES = 256 << 20  # of a file that is read

@@ -22,8 +22,8 @@ from engram_lab.models.data import PackedStream
 from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.files import whole
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import memories
 from engram_lab.models.ngrams import Batch, count_ngrams, row_counts
+from engram_lab.models.tables import memories
 from engram_lab.models.train import TrainConfig
 
 ABOUT = "row_counts"  # the key of the metadata

@@ -21,8 +21,8 @@ from engram_lab.lab.ask.parts import METHODS, STEPS
 from engram_lab.lab.draw import labels
 from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import addresses
 from engram_lab.models.overlay import Fact, Overlay, Stack, check_overlay, load_overlay, prepare
+from engram_lab.models.tables import addresses
 from engram_lab.probes.base import Report
 from engram_lab.probes.facts.check import CheckConfig
 from engram_lab.probes.facts.locality import table_digest

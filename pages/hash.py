@@ -13,7 +13,7 @@ from engram_lab.lab.draw import hash_steps, labels
 from engram_lab.models import ngrams
 from engram_lab.models.errors import LabError
 from engram_lab.models.hashing import NgramHash
-from engram_lab.models.memory import memories
+from engram_lab.models.tables import memories
 
 
 def main() -> None:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import Edit, MemoryRead, edited_logits, memories
+from engram_lab.models.memory import Edit, MemoryRead, edited_logits
+from engram_lab.models.tables import memories
 from engram_lab.probes.base import Array, Progress, Record
 from engram_lab.probes.spans import token_text
 

@@ -15,8 +15,8 @@ import torch
 from engram_lab.models.canonical import normalise
 from engram_lab.models.engram import gate_value
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import memories
 from engram_lab.models.ngrams import engram_model
+from engram_lab.models.tables import memories
 from engram_lab.probes.base import Record
 from engram_lab.probes.spans import text_of, token_text
 

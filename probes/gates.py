@@ -20,7 +20,8 @@ from torch import Tensor
 from engram_lab.models.engram import gate_ceiling
 from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle, single_token
-from engram_lab.models.memory import CONTROLS, Edit, MemoryRead, check_edit, memories, read_memory
+from engram_lab.models.memory import CONTROLS, Edit, MemoryRead, check_edit, read_memory
+from engram_lab.models.tables import memories
 from engram_lab.probes import definitions
 from engram_lab.probes.attribution import Attribution, KnockOut, attribution, knock_out, parts, targets_of
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, arrays_of, check_seed, only

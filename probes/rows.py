@@ -23,9 +23,10 @@ from engram_lab.models import ngrams, row_counts
 from engram_lab.models.engram import EngramMemory
 from engram_lab.models.errors import DataError, LabError, PromptError
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import memories, read_memory
+from engram_lab.models.memory import read_memory
 from engram_lab.models.ngrams import Ngrams
 from engram_lab.models.row_counts import RowCounts
+from engram_lab.models.tables import memories
 from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.row_usage import Usage, usage

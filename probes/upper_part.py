@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from engram_lab.models.engram import CACHE_ARGUMENT
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import memories
+from engram_lab.models.tables import memories
 
 AT_ONCE = 64  # examples in one forward
 # Up to so many positions a forward costs what reading the weights does, or in a narrow model calling the blocks, so

@@ -187,7 +187,7 @@ def choose_place(prompt: str) -> Place:
     opened = {handle.name: handle for handle in runner.handles(runner.chosen_models())}
     able = [name for name, handle in opened.items() if handle.engram_layers]
     if not able:
-        from engram_lab.models.memory import memories
+        from engram_lab.models.tables import memories
 
         memories(next(iter(opened.values())))  # says so
     controls = st.container(horizontal=True)

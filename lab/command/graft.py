@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Put an empty memory onto a model and save it as a folder beside its base."""
     from engram_lab.models.errors import DataError
-    from engram_lab.models.graft import graft, save_graft
+    from engram_lab.models.grafting import graft, save_graft
     from engram_lab.models.handle import open_model
 
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):

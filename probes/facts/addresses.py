@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import addresses, memories
 from engram_lab.models.ngrams import lookbacks
 from engram_lab.models.overlay import Overlay
+from engram_lab.models.tables import addresses, memories
 from engram_lab.probes.facts.sets import Expected, StatedFact, encoded, recall_items
 
 NAMES = ("Quinn", "Omar")  # who takes the user's place in an alias

@@ -25,8 +25,8 @@ from transformers.cache_utils import DynamicCache
 from engram_lab.models.engram import CACHE_ARGUMENT
 from engram_lab.models.errors import DataError
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import memories
 from engram_lab.models.overlay import Overlay, prepare
+from engram_lab.models.tables import memories
 from engram_lab.probes.base import Progress, Protocol, Report, only, part
 from engram_lab.probes.facts.alternatives_result import (
     AS_FAR,

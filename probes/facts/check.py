@@ -19,8 +19,9 @@ from torch import Tensor
 from engram_lab.models.engram import gate_ceiling
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import Edit, memories, read_memory
+from engram_lab.models.memory import Edit, read_memory
 from engram_lab.models.overlay import Overlay, check_overlay, prepare
+from engram_lab.models.tables import memories
 from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.facts.addresses import EditedReads, alias_items

@@ -13,8 +13,8 @@ import numpy as np
 
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import memories
 from engram_lab.models.overlay import prepare
+from engram_lab.models.tables import memories
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, part
 from engram_lab.probes.facts import sets
 from engram_lab.probes.facts.check import places_of

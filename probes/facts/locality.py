@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import addresses, memories
 from engram_lab.models.overlay import Overlay, Patch, prepare
+from engram_lab.models.tables import addresses, memories
 from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Record
 from engram_lab.probes.facts.addresses import EditedReads, address_groups

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engram_lab.models.errors import LabError
-from engram_lab.models.graft import twin
+from engram_lab.models.grafting import twin
 from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Progress
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from engram_lab.models.errors import LabError, PromptError, TargetError
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import addresses, memories
 from engram_lab.models.overlay import Fact, LayerRows, Overlay, Patch, RowLookup
+from engram_lab.models.tables import addresses, memories
 from engram_lab.probes.base import Array, Progress, Record, versions
 from engram_lab.probes.upper_part import Example, UpperPart
 

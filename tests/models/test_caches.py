@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 
 from engram_lab.models.engram import CACHE_ARGUMENT
 from engram_lab.models.errors import CacheError
-from engram_lab.models.graft import graft
+from engram_lab.models.grafting import graft
 from engram_lab.models.handle import Handle, open_model
 from engram_lab.models.memory_state import MemoryState, state_layers
 from tests.models import tiny

@@ -16,11 +16,13 @@ from transformers import DynamicCache, PreTrainedModel
 from engram_lab.models.canonical import canonical_map
 from engram_lab.models.engram import CACHE_ARGUMENT
 from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError
-from engram_lab.models.graft import graft, graft_of, load_graft, orthogonal, save_graft
+from engram_lab.models.graft import load_graft, orthogonal
+from engram_lab.models.grafting import graft, graft_of, save_graft
 from engram_lab.models.handle import Handle, open_model
 from engram_lab.models.hashing import NgramHash, shift_right
-from engram_lab.models.memory import addresses, memories, read_memory
+from engram_lab.models.memory import read_memory
 from engram_lab.models.overlay import Fact, LayerRows, Overlay, prepare
+from engram_lab.models.tables import addresses, memories
 from tests.models import tiny
 from tests.models.plain_engram import build
 

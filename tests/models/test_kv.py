@@ -15,8 +15,8 @@ from engram_lab.models.errors import PromptError
 from engram_lab.models.handle import Handle, open_model
 from engram_lab.models.kv import KV, KVEdit, KVError, blank, blank_each, splice, stack, swap, swap_each
 from engram_lab.models.kv_runs import check_kv, continue_from, generate, prefill, recompute
-from engram_lab.models.memory import memories
 from engram_lab.models.rotary import move
+from engram_lab.models.tables import memories
 from tests.models import tiny
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma3", "engram"]

@@ -15,7 +15,8 @@ from torch import Tensor
 from engram_lab.models.engram import EngramForCausalLM
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import CONTROLS, Control, Edit, edited_logits, edited_rows, memories, read_memory
+from engram_lab.models.memory import CONTROLS, Control, Edit, edited_logits, edited_rows, read_memory
+from engram_lab.models.tables import memories
 from tests.models import tiny
 from tests.models.plain_engram import CANONICAL, LAYERS, build, logits, plain_memory, plain_rows, record, tokens
 

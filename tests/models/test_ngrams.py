@@ -20,8 +20,9 @@ from engram_lab.models.engram import EngramConfig, EngramForCausalLM
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle, open_model
 from engram_lab.models.hashing import NgramHash, shift_right
-from engram_lab.models.memory import memories, read_memory
+from engram_lab.models.memory import read_memory
 from engram_lab.models.ngrams import NgramCounter, Ngrams
+from engram_lab.models.tables import memories
 from tests.models import tiny
 from tests.models.plain_engram import build, record
 

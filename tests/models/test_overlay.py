@@ -19,7 +19,7 @@ from torch import Tensor
 from engram_lab.models import overlay as module
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import Edit, addresses, edited_logits, edited_rows, read_memory
+from engram_lab.models.memory import Edit, edited_logits, edited_rows, read_memory
 from engram_lab.models.overlay import (
     Fact,
     LayerRows,
@@ -30,6 +30,7 @@ from engram_lab.models.overlay import (
     load_overlay,
     prepare,
 )
+from engram_lab.models.tables import addresses
 from tests.full import examples
 from tests.models import tiny
 from tests.models.plain_engram import HEAD_DIM, LAYERS, build, logits, plain_rows, tokens

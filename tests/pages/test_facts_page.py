@@ -17,8 +17,9 @@ from engram_lab.lab.ask import texts
 from engram_lab.lab.fronts import facts_check, front
 from engram_lab.models.errors import DataError
 from engram_lab.models.handle import Handle, open_model
-from engram_lab.models.memory import Edit, addresses, read_memory
+from engram_lab.models.memory import Edit, read_memory
 from engram_lab.models.overlay import Stack, prepare
+from engram_lab.models.tables import addresses
 from engram_lab.pages import facts_writing
 from engram_lab.pages.facts_writing import FIRST, Said
 from engram_lab.probes.facts import check

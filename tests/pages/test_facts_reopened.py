@@ -14,7 +14,7 @@ from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import texts
 from engram_lab.lab.fronts import FRONTS, facts_alternatives, front, settled
 from engram_lab.models.handle import open_model
-from engram_lab.models.memory import addresses
+from engram_lab.models.tables import addresses
 from engram_lab.pages import facts_writing
 from engram_lab.probes import module_of
 from engram_lab.probes.facts import check as fact_check

@@ -16,7 +16,8 @@ from engram_lab.models import listing, ngrams
 from engram_lab.models.canonical import canonical_map
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import open_model
-from engram_lab.models.memory import memories, read_memory
+from engram_lab.models.memory import read_memory
+from engram_lab.models.tables import memories
 from tests.pages.driving import clean, open_page, sentence, table
 from tests.pages.driving import put as change
 

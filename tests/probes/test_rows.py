@@ -18,8 +18,9 @@ from engram_lab.models.canonical import canonical_map
 from engram_lab.models.engram import EngramConfig, EngramForCausalLM
 from engram_lab.models.errors import Cancelled, DataError, LabError, PromptError
 from engram_lab.models.handle import Handle, open_model
-from engram_lab.models.memory import memories, read_memory
+from engram_lab.models.memory import read_memory
 from engram_lab.models.ngrams import packed
+from engram_lab.models.tables import memories
 from engram_lab.probes import rows
 from engram_lab.probes.base import Report
 from engram_lab.probes.rows import RowsConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engram_lab.models.errors import Cancelled, DataError, LabError
-from engram_lab.models.graft import graft
+from engram_lab.models.grafting import graft
 from engram_lab.models.handle import Handle
 from engram_lab.models.weightfiles import module_fingerprint
 from engram_lab.probes.base import Report
@@ -217,7 +217,7 @@ def test_a_text_before_which_nothing_is_put_is_as_it_is(report: Report) -> None:
 
 
 def test_rows_change_only_texts_that_read_them(handle: Handle, report: Report) -> None:
-    from engram_lab.models.memory import addresses
+    from engram_lab.models.tables import addresses
 
     overlay, _ = write(handle, FACTS, Writing())
     m = report.result.methods.index(OPTIMISED)

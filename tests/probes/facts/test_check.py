@@ -12,8 +12,8 @@ import torch
 
 from engram_lab.models.errors import Cancelled, LabError, PromptError
 from engram_lab.models.handle import Handle, open_model
-from engram_lab.models.memory import memories
 from engram_lab.models.overlay import Overlay, OverlayError, prepare
+from engram_lab.models.tables import memories
 from engram_lab.probes.base import Report
 from engram_lab.probes.facts import check as fact_check
 from engram_lab.probes.facts.check import CheckConfig, CheckResult, measure, output_rows

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from engram_lab.models.handle import Handle, open_model
-from engram_lab.models.memory import addresses, memories, read_memory
+from engram_lab.models.memory import read_memory
 from engram_lab.models.ngrams import lookbacks
 from engram_lab.models.overlay import Overlay, prepare
+from engram_lab.models.tables import addresses, memories
 from engram_lab.probes.facts.addresses import EditedReads, address_groups, alias_items, reach
 from engram_lab.probes.facts.locality import DISTANCES, BitCheck, Locality, difference, locality
 from engram_lab.probes.facts.sets import StatedFact, Writing, paraphrase_items, write

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from engram_lab.models.errors import DataError, LabError
-from engram_lab.models.graft import graft
+from engram_lab.models.grafting import graft
 from engram_lab.models.handle import Handle
-from engram_lab.models.memory import addresses
 from engram_lab.models.overlay import Overlay, prepare
+from engram_lab.models.tables import addresses
 from engram_lab.probes.facts import density as fact_density
 from engram_lab.probes.facts import layers
 from engram_lab.probes.facts.density import DensityConfig, DensityResult

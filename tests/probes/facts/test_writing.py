@@ -12,10 +12,11 @@ from torch import Tensor
 
 from engram_lab.models.engram import EngramForCausalLM
 from engram_lab.models.errors import Cancelled, LabError, PromptError, TargetError
-from engram_lab.models.graft import graft
+from engram_lab.models.grafting import graft
 from engram_lab.models.handle import Handle, open_model
-from engram_lab.models.memory import addresses, memories, read_memory
+from engram_lab.models.memory import read_memory
 from engram_lab.models.overlay import Fact, OverlayError, Patch, RowLookup, check_overlay, prepare
+from engram_lab.models.tables import addresses, memories
 from engram_lab.probes.facts.writing import SCALES, WriteReport, _plan, _Writer, encode_facts, read_fact, write_facts
 from tests.models import tiny
 from tests.models.plain_engram import CANONICAL, config_of
