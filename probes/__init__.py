@@ -1,8 +1,9 @@
 """One module for each probe: run(handles, config, progress) -> Report, with a Config and a Result of its own.
 
-A probe's file is its name: "lens" is probes/lens.py, "kv swap" is probes/kv/swap.py. It has CONFIG, RESULT,
-DEFINITIONS and run, and depends where it reads more from disk than the models. The list of them all, in the order in
-which they are shown, is lab.fronts.FRONTS: nothing here needs one.
+A probe's file is its name: "lens" is probes/lens.py, "kv swap" is probes/kv/swap.py. It has CONFIG, RESULT and run,
+and depends where it reads more from disk than the models. The list of them all, in the order in which they are shown,
+is lab.fronts.FRONTS: nothing here needs one. What each figure of a result is stands in the front, as DEFINITIONS,
+which is read without what the probe imports.
 """
 
 import importlib

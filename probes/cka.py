@@ -17,14 +17,13 @@ import torch
 
 from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle
-from engram_lab.probes import cka_math, definitions
+from engram_lab.probes import cka_math
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_handles, check_seed
 from engram_lab.probes.batches import alike
 from engram_lab.probes.points import ENTITY, LAST, POINTS, choose
 from engram_lab.probes.stats import percentiles
 
 # One sentence for each figure, to print beside it.
-DEFINITIONS = definitions.CKA
 CHUNK = 1024  # points in a product
 BATCH_TOKENS = 512  # in a forward; more only if one sentence has more
 SPOOL_BYTES = 2**28  # points of a model kept in memory; what is more goes to a temporary file
@@ -78,7 +77,7 @@ class CKAConfig(Record):
 
 @dataclass(frozen=True, eq=False)
 class CKAResult(Record):
-    """How similar each layer of A (the first model) is to each of B; DEFINITIONS says what each figure is.
+    """How similar each layer of A (the first model) is to each of B; DEFINITIONS of its front says what each figure is.
 
     Block numbers are those of the layer names, "embed" is -1. Intervals are null for a single sentence. Layers
     that are the same at every point have no CKA: they are named in `constant_a` and `constant_b` and in no other field.

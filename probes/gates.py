@@ -22,7 +22,6 @@ from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle, single_token
 from engram_lab.models.memory import CONTROLS, Edit, MemoryRead, check_edit, read_memory
 from engram_lab.models.tables import memories
-from engram_lab.probes import definitions
 from engram_lab.probes.attribution import Attribution, KnockOut, attribution, knock_out, parts, targets_of
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, arrays_of, check_seed, only
 from engram_lab.probes.gate_statistics import Ngram, canonical_map, learned_ceilings, ranking, spearman
@@ -31,7 +30,6 @@ from engram_lab.probes.spans import spans_of, texts_of, token_text
 from engram_lab.probes.stats import draws, mean_interval, scalar_fields
 
 # One sentence for each figure, to print beside it.
-DEFINITIONS = definitions.GATES
 BINS = 20
 
 
@@ -111,7 +109,7 @@ class ControlRun(Record):
 
 @dataclass(frozen=True, eq=False)
 class GatesResult(Record):
-    """What the memory of one model does; DEFINITIONS says what each figure is."""
+    """What the memory of one model does; DEFINITIONS of its front says what each figure is."""
 
     name: str
     layers: tuple[int, ...]  # block numbers

@@ -17,7 +17,6 @@ import torch
 
 from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle, single_token
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Progress, Protocol, Record, Report, arrays_of, check_handles, check_seed, part
 from engram_lab.probes.batches import alike
 from engram_lab.probes.lens_math import LensStatistics, lens_statistics
@@ -27,7 +26,6 @@ from engram_lab.probes.stats import draws, mean_interval, scalar_fields
 from engram_lab.probes.tuned_lens import Translators, find, open_translators
 
 # One sentence for each figure, to print beside it.
-DEFINITIONS = definitions.LENS
 MAX_TOP_K = 100
 TOGETHER = 512  # tokens: prompts of one length share a forward up to this
 

@@ -48,7 +48,10 @@ class TunedReading(Reading):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelLens(Reading):
-    """What the logit lens shows of one model, and in `tuned` the tuned lens; DEFINITIONS says what each figure is."""
+    """What the logit lens shows of one model, and in `tuned` the tuned lens.
+
+    DEFINITIONS of its front says what each figure is.
+    """
 
     name: str
     layer_names: tuple[str, ...]

@@ -27,13 +27,11 @@ from engram_lab.models.memory import read_memory
 from engram_lab.models.ngrams import Ngrams
 from engram_lab.models.row_counts import RowCounts
 from engram_lab.models.tables import memories
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.row_usage import Usage, usage
 from engram_lab.probes.spans import text_of
 
 # One sentence for each figure, to print beside it.
-DEFINITIONS = definitions.ROWS
 MAX_TOP_K, MAX_SHARED = 100, 1000
 
 
@@ -92,7 +90,7 @@ class Shared(Record):
 
 @dataclass(frozen=True, eq=False)
 class Said(Record):
-    """The tokens that something promotes and suppresses most, on the direct path (DEFINITIONS["says"])."""
+    """The tokens that something promotes and suppresses most, on the direct path (DEFINITIONS["says"] of its front)."""
 
     promoted_ids: tuple[int, ...]
     promoted_texts: tuple[str, ...]

@@ -19,13 +19,11 @@ import torch
 from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import Edit, check_edit, edited_logits
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_handles, check_seed, part
 from engram_lab.probes.batches import by_length, padded
 from engram_lab.probes.gates import edit_of
 from engram_lab.probes.stats import draws, percentiles, ratio
 
-DEFINITIONS = definitions.SENSITIVITY
 INTACT = "as it is"
 BATCH_TOKENS = 2048
 
@@ -82,7 +80,7 @@ class SensitivityConfig(Record):
 
 @dataclass(frozen=True, eq=False)
 class SensitivityResult(Record):
-    """DEFINITIONS says what each figure is."""
+    """DEFINITIONS of its front says what each figure is."""
 
     sets: tuple[str, ...]
     conditions: tuple[str, ...]

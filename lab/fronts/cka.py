@@ -193,6 +193,16 @@ def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fi
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("cka", "alignment_a", "lead", "biased")
+DEFINITIONS = {
+    "cka": "Linear CKA with the unbiased HSIC of Song et al. (2012) over all points; near 0 it can be negative.",
+    "biased": "Linear CKA with the biased HSIC, as much of the literature has it: too high for few points.",
+    "alignment": "CKA-weighted mean of the block numbers of the other model's 5 most similar layers (embed is -1); a "
+    "negative CKA has weight 0.",
+    "lead": "Half of (alignment of A's layer in B, minus alignment of B's same layer in A): how many blocks deeper A's "
+    "layer looks. The pull of the mean of 5 towards the middle is in both and cancels.",
+    "interval": "95 % percentiles over resamples of the sentences, drawn whole and with replacement; each HSIC follows "
+    "the sentences' shares in it (first order), as copies of a sentence must not be paired with each other.",
+}
 ENTRY = Entry(
     page="cka",
     asks="Which layer of one model looks like which layer of another, and is one of them deeper for it?",

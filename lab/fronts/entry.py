@@ -47,6 +47,28 @@ WRITTEN = (
     (r"\lambda", "pull back to the start, `--pull`", "nats"),
 )
 
+# What several probes' DEFINITIONS have in common: of the effect of an edit, and of facts that were written.
+EFFECTS = {
+    "score": "Logit of the new answer's first token minus that of the old answer's, at the last token.",
+    "recovery": "(edited score - old score) / (new score - old score): 0 is the old prompt's run, 1 the new one's.",
+    "flip": "Whether the leader of the two answers is another one than in the old prompt's clean run.",
+    "cosine": "Cosine of the edited run's logits with the reference's, over the whole vocabulary.",
+    "kl": "KL(reference || edited) in nats over the whole vocabulary.",
+    "oracle": "The new answer leads the old one in the new prompt's clean run, and the old one in the old prompt's.",
+}
+FACTS = {
+    "top-1": "Share of facts whose answer the model says: each token of it is the likeliest, given those before.",
+    "top-5": "The same with each token among the five likeliest.",
+    "probability": "Mean probability of the whole answer.",
+    "efficacy": "Share of facts whose answer's first token is likelier than the rival: the token, other than it, that "
+    "was likeliest before writing (ROME's efficacy score; an invented person has no true answer to be the rival).",
+    "paraphrase": "Efficacy at other wordings of the facts, each with its own rival.",
+    "specificity": "Share of neighbours, prompts about something else with an answer of their own, where that answer's "
+    "first token is likelier than the fact's (ROME's neighbourhood score); not told where the two are one token.",
+    "same answer": "Share of neighbours whose likeliest next token is the one from before.",
+    "interval": "95 % percentile bootstrap over facts, drawn whole with all their items.",
+}
+
 
 def rows(formula: str) -> str:
     r"""A formula with each statement, parted by \qquad, in a row of its own; in one they are wider than a page."""

@@ -252,6 +252,19 @@ def sentences(report: Report) -> list[str]:
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("top1", "mean", "probability", "change", "kl")
+DEFINITIONS = {
+    "probability": "Of the whole answer behind the prompt: the product over its tokens.",
+    "top1, top5": "Share of prompts where every token of the answer is the likeliest, or among the five likeliest.",
+    "gap": "top1 minus that of the rows, on the same prompts.",
+    "change": "Loss of unrelated text minus that of the model as it is, in nats a token; signs may cancel.",
+    "size": "Mean over tokens of the absolute value of that change.",
+    "kl": "KL of the prediction with the method from that of the model as it is, mean over positions, in nats.",
+    "changed": "Positions whose logits are not bit for bit those of the model as it is.",
+    "more": "size divided by that of the rows; more_kl the same of kl. NaN where the rows change nothing.",
+    "bytes": "What is kept for the user: the overlay's file, the adapter's file, the facts as UTF-8 text.",
+    "the rows": "Those of the method that was asked for, trained if none was.",
+    "interval": "95 % percentile bootstrap over facts with all their prompts, or over unrelated texts; in pairs.",
+}
 ENTRY = Entry(
     page="facts",
     asks="What do rows do that LoRA, a prompt or retrieval do not, and the other way round?",

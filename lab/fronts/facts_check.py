@@ -11,7 +11,7 @@ from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import bars, list_axis, titled
 from engram_lab.lab.draw.tables import interval_of
 from engram_lab.lab.draw.theme import PALETTES
-from engram_lab.lab.fronts.entry import ROME, USER_AS_ENGRAM, WRITING, WRITTEN, Entry
+from engram_lab.lab.fronts.entry import FACTS, ROME, USER_AS_ENGRAM, WRITING, WRITTEN, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -271,6 +271,29 @@ def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fi
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("facts.probability_after", "facts.top1_after", "paraphrases.probability_after", "gate_after")
+DEFINITIONS = FACTS | {
+    "unaddressed": "Whole texts that read no edited row: every logit is the same.",
+    "before": "Positions of a fact's own sentence before it reads an edited row: the same (causality alone does that).",
+    "after": "Positions behind the trigger: expected to change, by attention and convolution; measured, not hidden.",
+    "aliases": "Other prompts whose last tokens address the very same rows: they change too.",
+    "partial": "Texts that read some edited rows without being a trigger: by an n-gram that a fact has too, or because "
+    "another n-gram hashes to the same row.",
+    "undo table": "SHA-256 of every table, before anything was applied and after everything was removed.",
+    "undo logits": "The facts' sentences after all facts were removed, one after another: every logit as before.",
+    "undo one fact": "Each fact removed by itself: its trigger's logits are those from before, where it reads no row "
+    "that another fact still has.",
+    "others stay": "The same overlays at the trigger of the next fact: as with all facts, where it reads none of the "
+    "rows that went.",
+    "other users": "A batch of this user, nobody, and another user with other vectors in the same rows, at each "
+    "prompt in turn: each as in a batch that is all theirs.",
+    "gate": "The gate at the trigger's position; the ceiling is sigmoid(d^(1/4)), or sigmoid(sqrt d), "
+    "with norm weights of 1, and as the learned weights allow.",
+    "cos_value": "Cosine of what the memory writes at the trigger with W_V e: 1 unless the convolution turns it.",
+    "cos_output": "Cosine of it with the gradient of the answer's first logit in the last residual, which is the "
+    "answer's row of the head seen through the final norm.",
+    "composition": "A prompt whose answer needs the fact and another one.",
+    "alias top-1": "How often other prompts at a fact's address say its answer: that they do is no success.",
+}
 ENTRY = Entry(
     page="facts",
     asks="Can a user's facts be written into single rows, what else changes, and does undoing give every bit back?",

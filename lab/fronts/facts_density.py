@@ -150,6 +150,17 @@ def stack_table(report: Report) -> list[dict[str, str]]:
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("top1", "probability", "fact_probability", "free")
+DEFINITIONS = {
+    "top1": "Share of facts whose answer the model says, written with so many others.",
+    "free": "The same over facts that share their address with no other answer of their group.",
+    "lost_alias": "Facts not said that have an alias: one vector for two answers, not always told apart.",
+    "lost_other": "Facts not said that have none.",
+    "disjoint": "Two users with half of the facts each, on top of each other.",
+    "overlapping": "The second user has the first one's triggers with other answers.",
+    "conflicts": "Rows that the two give different vectors; the upper one's is read.",
+    "own": "Both in one batch, each prompt with its own user's rows only.",
+    "interval": "95 % percentile bootstrap over facts. None for a single one.",
+}
 ENTRY = Entry(
     page="facts",
     asks="How many facts does a memory take before they get in each other's way, and what do two users do?",

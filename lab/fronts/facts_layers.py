@@ -10,7 +10,7 @@ from engram_lab.lab.ask.request import Ask, Repeated
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import interval_lines, titled
 from engram_lab.lab.draw.tables import interval_of
-from engram_lab.lab.fronts.entry import ROME, USER_AS_ENGRAM, WRITING, WRITTEN, Entry
+from engram_lab.lab.fronts.entry import FACTS, ROME, USER_AS_ENGRAM, WRITING, WRITTEN, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -81,6 +81,7 @@ def layer_table(report: Report) -> list[dict[str, str]]:
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("top1", "probability", "specificity", "gate_after", "loss")
+DEFINITIONS = FACTS
 ENTRY = Entry(
     page="facts",
     asks="In which memory layer do facts have to stand to be read?",

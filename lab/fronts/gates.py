@@ -171,6 +171,23 @@ def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fi
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("gate", "gate_mean", "mean_kl", "written_norm", "attribution.memory", "next_token_loss")
+DEFINITIONS = {
+    "gate": "gate(s), s = <RMSNorm(W_K e), RMSNorm(h)> / sqrt(d): how far the memory opens, 0 to 1.",
+    "ceiling": "The largest gate at this width if the norms' weights were 1: |s| <= sqrt(d).",
+    "ceiling_learned": "The bound with the norms' own weights: |s| <= sqrt(d) max|w_K w_Q|.",
+    "written_norm": "Length of what the memory adds to the residual stream.",
+    "residual_norm": "Length of the residual stream that the memory reads and adds to.",
+    "attribution": "What each part of the last residual gives the target's logit, the final norm's scale kept.",
+    "knock_out": "The target's logit with one gate shut at one position minus as it is; below 0 the memory helped.",
+    "rank_correlation": "Spearman's correlation over positions of the gate with the control and without.",
+    "shuffled": "Each head reads another row of its own table, by one fixed permutation.",
+    "zeroed": "Every row read is zero: the gate goes to its value at s = 0, and nothing is written.",
+    "one_row": "Every n-gram reads the first row of its head, as if each table had one row.",
+    "off": "The gate is 0 and nothing is written: the same logits as zeroed rows, by construction.",
+    "mean_kl": "KL(p_final || p_layer) of the logit lens, of the model as it ran: its own final prediction.",
+    "mean": "Means are over all positions of all prompts except a special token that leads a prompt.",
+    "interval": "95 % percentile bootstrap over prompts, which are drawn whole; for a change in pairs.",
+}
 ENTRY = Entry(
     page="gates",
     asks="At which tokens does the memory open, what comes through, and is anything lost without it?",

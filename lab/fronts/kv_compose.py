@@ -255,6 +255,16 @@ def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fi
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("kl", "cosine", "largest_difference", "timing.seconds")
+DEFINITIONS = {
+    "cosine": "Cosine of the logits at the suffix's last token with those of the full prefill, whole vocabulary.",
+    "kl": "KL(full prefill || composed) in nats over the whole vocabulary.",
+    "same_top": "The most likely token is that of the full prefill.",
+    "same_decision": "The likeliest of the given answers (their first tokens) is that of the full prefill.",
+    "computed": "Tokens that run at the time of the request; a full prefill runs all.",
+    "seconds": "Rotating the block's keys, splicing, running K tokens of it and the suffix; both caches are there.",
+    "full": "A prefill of prefix, block and suffix from nothing.",
+    "continued": "A prefill of block and suffix behind the prefix's cache, which needs no composing at all.",
+}
 ENTRY = Entry(
     page="kv",
     asks="Can a block that was prefilled alone be moved behind a prefix by rotating its keys?",

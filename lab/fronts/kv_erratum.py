@@ -13,7 +13,7 @@ from engram_lab.lab.ask.request import Ask, Number, Numbers, Repeated, Switch, T
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import line, titled
 from engram_lab.lab.draw.theme import PALETTES
-from engram_lab.lab.fronts.entry import CLEAN, LOGITS, NOTES, ORACLE, RATIO, RECOVERY, Entry
+from engram_lab.lab.fronts.entry import CLEAN, EFFECTS, LOGITS, NOTES, ORACLE, RATIO, RECOVERY, Entry
 from engram_lab.lab.fronts.kv_swap import effects_row
 from engram_lab.models.errors import LabError
 
@@ -250,6 +250,17 @@ def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fi
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("effects.recovery", "prob_third", "chain.margin", "chain.share")
+DEFINITIONS = EFFECTS | {
+    "nothing": "The end of the question once more behind the old prompt, with no correction: a control.",
+    "new prompt": "The same behind the new prompt's cache: what a full prefill of the corrected prompt would answer.",
+    "recovery": "(score - old score) / (new score - old score), the clean runs being of the prompts as they are.",
+    "kl": "KL(new prompt's clean run || this run) in nats over the whole vocabulary.",
+    "cosine": "Cosine of the run's logits with those of the new prompt's clean run, over the whole vocabulary.",
+    "computed": "Tokens that run. A full recompute runs all tokens of the corrected prompt.",
+    "served": "Tokens that come from the cache.",
+    "right": "The answer that is due has the largest probability of the answers that are compared.",
+    "share": "Tokens served from the cache / (served + computed), all corrections so far together.",
+}
 ENTRY = Entry(
     page="kv",
     asks="Can a correction behind a stale cache stand for a new prefill, and what does that save?",

@@ -12,7 +12,7 @@ from engram_lab.lab.ask.request import Ask, Flag, Number, Numbers, Part, Repeate
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import level, list_axis, titled
 from engram_lab.lab.draw.theme import PALETTES
-from engram_lab.lab.fronts.entry import NOTES, ORACLE, Entry
+from engram_lab.lab.fronts.entry import EFFECTS, NOTES, ORACLE, Entry
 from engram_lab.lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
@@ -161,6 +161,17 @@ def figure(report: Report, mode: Mode = "light", handles: Sequence[Handle] = ())
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("margin", "effects.recovery", "effects.prob_old", "effects.kl")
+DEFINITIONS = EFFECTS | {
+    "margin": "Logit of the right answer's first token minus that of the other answer's; below 0 the answer is wrong.",
+    "kl": "KL(clean || knocked out) in nats over the whole vocabulary.",
+    "cosine": "Cosine of the knocked-out run's logits with the clean run's, over the whole vocabulary.",
+    "kept": "The right answer still leads the other, and is still the most likely token if it was in the clean run.",
+    "notes": "Tokens behind the field that are punctuation or a line end and nothing else, or special.",
+    "zero": "K and V are 0: the position gets attention as a key of no direction would, and gives nothing.",
+    "mean": "K and V are their means over all positions of the cache, keys as cached.",
+    "random": "K and V are drawn from normal distributions with the mean and spread of each entry over positions.",
+    "unrelated": "K and V of another text at the same positions.",
+}
 ENTRY = Entry(
     page="kv",
     asks="Which part of a prompt's cache can the answer not do without?",

@@ -12,7 +12,7 @@ from engram_lab.lab.ask.request import Ask, Choice, Number, Part
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.theme import PALETTES, SEQUENTIAL
 from engram_lab.lab.draw.token_map import token_map
-from engram_lab.lab.fronts.entry import CLEAN, LOGITS, NOTES, ORACLE, RATIO, SCORE, Entry
+from engram_lab.lab.fronts.entry import CLEAN, EFFECTS, LOGITS, NOTES, ORACLE, RATIO, SCORE, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -108,6 +108,10 @@ def single_recovery(report: Report) -> dict[int, float]:
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("recovery", "kl", "flip")
+DEFINITIONS = EFFECTS | {
+    "kl": "KL(donor || edited) in nats over the whole vocabulary, donor being the new prompt's clean run.",
+    "groups": "Neighbouring layers swapped together, in groups as equal as can be; each layer by itself if 0.",
+}
 ENTRY = Entry(
     page="kv",
     asks="At which position, in which layer, does a cache hold the answer?",

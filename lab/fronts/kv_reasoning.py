@@ -10,7 +10,7 @@ from engram_lab.lab.ask.parts import Models, Scenario
 from engram_lab.lab.ask.request import Ask, Flag, Numbers
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import SYMBOLS, level, line, titled
-from engram_lab.lab.fronts.entry import NOTES, ORACLE, RATIO, SCORE, Entry
+from engram_lab.lab.fronts.entry import EFFECTS, NOTES, ORACLE, RATIO, SCORE, Entry
 from engram_lab.lab.fronts.kv_swap import effects_row
 
 if TYPE_CHECKING:
@@ -130,6 +130,16 @@ def reasoning_table(report: Report) -> list[dict[str, str]]:
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("effects.recovery", "direct.recovery", "effects.prob_new", "tokens")
+DEFINITIONS = EFFECTS | {
+    "recovery": (
+        "(score - old score) / (new score - old score), all after as many written tokens, each source having written "
+        "its own: 0 is the old prompt's cache after k tokens, 1 the new prompt's. 'direct' is without cue and question."
+    ),
+    "flip": "Whether the leader of the two answers is another one than from the old cache after as many tokens.",
+    "kl": "KL(new || this source) in nats over the whole vocabulary, after as many written tokens.",
+    "cosine": "Cosine of the source's logits with those of the new cache after as many tokens.",
+    "holds": "After k tokens the old cache still gives the old answer, and the new cache the new one.",
+}
 ENTRY = Entry(
     page="kv",
     asks="With the field alone swapped, does a model that writes before it answers find the new answer?",

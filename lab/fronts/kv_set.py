@@ -15,7 +15,8 @@ from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import bars, level, list_axis, titled
 from engram_lab.lab.draw.tables import bounds, interval_of
 from engram_lab.lab.draw.theme import PALETTES
-from engram_lab.lab.fronts.entry import CLEAN, LOGITS, NOTES, RATIO, RECOVERY, Entry
+from engram_lab.lab.fronts import kv_knockout
+from engram_lab.lab.fronts.entry import CLEAN, EFFECTS, LOGITS, NOTES, RATIO, RECOVERY, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -200,6 +201,14 @@ def scenario_table(report: Report) -> list[dict[str, str]]:
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("mean", "recovery", "contrast")
+DEFINITIONS = EFFECTS | {
+    "recovery": EFFECTS["recovery"] + " Of swaps.",
+    "flip": "Of a swap, whether the new answer takes the lead; of a knock-out, whether the right answer is lost.",
+    "lost": "Not kept: " + kv_knockout.DEFINITIONS["kept"],
+    "notes": kv_knockout.DEFINITIONS["notes"],
+    "contrast": "Recovery of the field alone minus that of everything behind it; below 0 the claim holds.",
+    "interval": "95 % percentile bootstrap over scenarios, drawn whole; for contrasts in pairs. None for a single one.",
+}
 ENTRY = Entry(
     page="kv",
     asks="For which kind of question is the answer read from the field, and for which behind it?",

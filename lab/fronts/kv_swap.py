@@ -12,7 +12,7 @@ from engram_lab.lab.ask.request import Ask, Choice, Number, Numbers, Part, in_or
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import bars, level, titled
 from engram_lab.lab.draw.theme import PALETTES
-from engram_lab.lab.fronts.entry import CLEAN, LOGITS, NOTES, ORACLE, RATIO, RECOVERY, Entry
+from engram_lab.lab.fronts.entry import CLEAN, EFFECTS, LOGITS, NOTES, ORACLE, RATIO, RECOVERY, Entry
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -234,6 +234,12 @@ def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fi
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("effects.recovery", "single.recovery", "effects.prob_new", "effects.kl")
+DEFINITIONS = EFFECTS | {
+    "kl": "KL(donor || edited) in nats over the whole vocabulary, donor being the new prompt's clean run.",
+    "cosine": "Cosine of the edited run's logits with the donor's, over the whole vocabulary.",
+    "best": "The k positions that alone recover most: chosen on the same run, so an upper end and no forecast.",
+    "random": "k positions drawn without replacement from those behind the field, several times.",
+}
 ENTRY = Entry(
     page="kv",
     asks="How much of a prompt's keys and values must come from another for the answer to be the other's?",

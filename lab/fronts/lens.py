@@ -102,6 +102,18 @@ def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fi
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("models.mean_kl", "models.kl", "models.tuned.mean_kl", "models.tuned.kl", "models.next_token_loss")
+DEFINITIONS = {
+    "kl": "KL(p_final || p_layer) in nats: float32 softmax of the residual after final norm and head.",
+    "entropy": "Entropy of the layer's prediction, in nats.",
+    "top_ids": "The tokens with the largest logits, equals by rising id.",
+    "target_rank": "How many tokens have a larger logit than the target; 0 is top.",
+    "settle_depth": "The first layer from which the most likely token stays the final one.",
+    "tuned": "The same figures of the residual h after its layer's translator, h + A h + b, fitted on other text.",
+    "mean_final_entropy": "Mean entropy of the model's own prediction: KL is relative to it.",
+    "next_token_loss": "Cross-entropy of the model's own prediction with the prompt's next token, in nats.",
+    "mean": "Means are over all positions of all prompts except a special token that leads a prompt.",
+    "interval": "95 % percentile bootstrap over prompts, which are drawn whole; for two models in pairs.",
+}
 ENTRY = Entry(
     page="lens",
     asks="What would each layer predict if it were the last, and from which layer on does the prediction stand?",

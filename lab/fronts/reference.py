@@ -13,7 +13,6 @@ from engram_lab.lab.ask import flags
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import FRONTS, front
 from engram_lab.lab.fronts.entry import Entry
-from engram_lab.probes.definitions import OF
 
 
 def entry(probe: str) -> Entry:
@@ -24,7 +23,8 @@ def entry(probe: str) -> Entry:
 
 def definitions(probe: str) -> dict[str, str]:
     """What each figure of a result is: name -> text."""
-    return OF[probe]
+    names: dict[str, str] = front(probe).DEFINITIONS
+    return names
 
 
 def defined(probe: str) -> str:

@@ -165,6 +165,18 @@ def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fi
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("text.coverage", "training.coverage", "text.load")
+DEFINITIONS = {
+    "row": "The mix of the canonical ids modulo the head's prime: the row within the head.",
+    "hits": "How often a row is read over a text, once for each position whose n-gram addresses it.",
+    "shared": "The other distinct n-grams of the brought text that address the same row of the same head.",
+    "says": "Logits that a row adds on the direct path with the gate fully open, at the final norm's scale at this "
+    "position, less their mean over the vocabulary.",
+    "came_through": "The same for the sum of all rows of the position, times its gate, without the convolution.",
+    "coverage": "Share of a head's rows that the text's n-grams address.",
+    "collisions": "Share of the text's distinct n-grams that share their row of the head with another.",
+    "spread": "Variance of the distinct n-grams a row over their mean: 1 if they fall evenly, more if they crowd.",
+    "expected": "Mean and standard deviation if each distinct n-gram drew its row evenly and independently.",
+}
 ENTRY = Entry(
     page="rows",
     asks="Which rows does an n-gram read, who else reads them, and which tokens do they promote?",

@@ -210,6 +210,13 @@ def sentence(report: Report) -> str:
 
 # The measures whose difference between two runs is shown first: paths of the result without indices
 COMPARED = ("change", "loss", "contrast", "top")
+DEFINITIONS = {
+    "loss": "Cross-entropy in nats a token, over the tokens of the answers (of the whole text where there is none).",
+    "change": "Loss with the change minus loss as it is, on the same tokens; above 0 the memory is needed.",
+    "contrast": "Change on the first set minus change on this one; above 0 the first set needs the memory more.",
+    "top": "Share of items whose answer's first token is the model's most likely one.",
+    "interval": "95 % percentile bootstrap over items, drawn whole, each set by itself; for changes in pairs.",
+}
 ENTRY = Entry(
     page="sensitivity",
     asks="Which texts need the memory: facts, or what can be read off the page?",

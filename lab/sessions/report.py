@@ -26,7 +26,6 @@ from engram_lab.lab.draw import durations
 from engram_lab.lab.draw.theme import MONO, PALETTES, SANS
 from engram_lab.lab.fronts import FRONTS, export, figures, front
 from engram_lab.models.errors import LabError
-from engram_lab.probes import module_of
 from engram_lab.probes.base import Report, versions
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ def _run(info: RunInfo, report: Report, handles: Sequence[Handle]) -> dict[str, 
         "n_prompts": len(prompts),
         "prompt_ids": _first_ids(ids),
         "n_ids": sum(len(prompt) for _, prompt in ids),
-        "definitions": getattr(module_of(report.probe), "DEFINITIONS", {}),
+        "definitions": front(report.probe).DEFINITIONS,
         "command": export.command_line(report.probe, report.config),
         "python": export.python(report.probe, report.config),
         "files": export.files(report.probe, report.config),

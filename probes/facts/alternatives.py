@@ -31,7 +31,6 @@ from engram_lab.probes.base import Progress, Protocol, Report, only, part
 from engram_lab.probes.facts.alternatives_result import (
     AS_FAR,
     CLOSED,
-    DEFINITIONS,
     KINDS,
     METHODS,
     NOTHING,
@@ -49,7 +48,6 @@ from engram_lab.probes.facts.lora import Adapter, Coded, train_adapters
 from engram_lab.probes.facts.sets import StatedFact, Writing, encoded, write
 
 __all__ = [
-    "DEFINITIONS",
     "METHODS",
     "AlternativesConfig",
     "AlternativesResult",

@@ -14,7 +14,6 @@ from typing import Annotated
 import numpy as np
 
 from engram_lab.models.errors import DataError, LabError
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Record
 from engram_lab.probes.facts.sets import (
     MAX_STEPS,
@@ -43,7 +42,6 @@ METHODS = {
     RETRIEVAL: "The best few facts for the text, by TF-IDF, before it, one a line, the best one last; none where no "
     "fact shares a word with it.",
 }
-DEFINITIONS = definitions.ALTERNATIVES
 KINDS = ("triggers", "paraphrases")
 
 
@@ -100,7 +98,7 @@ def prompts_of(facts: Sequence[StatedFact]) -> list[tuple[int, Expected]]:
 
 @dataclass(frozen=True, eq=False)
 class AlternativesResult(Record):
-    """DEFINITIONS says what each figure is, METHODS what each method; NaN where there is none."""
+    """DEFINITIONS of its front says what each figure is, METHODS what each method; NaN where there is none."""
 
     methods: tuple[str, ...]
     layer: int

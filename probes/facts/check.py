@@ -22,7 +22,6 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.memory import Edit, read_memory
 from engram_lab.models.overlay import Overlay, check_overlay, prepare
 from engram_lab.models.tables import memories
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.facts.addresses import EditedReads, alias_items
 from engram_lab.probes.facts.locality import Locality, locality
@@ -45,8 +44,6 @@ from engram_lab.probes.facts.sets import (
 from engram_lab.probes.facts.writing import WriteReport
 from engram_lab.probes.gate_statistics import learned_ceilings
 
-DEFINITIONS = definitions.CHECK
-
 
 @dataclass(frozen=True, eq=False)
 class CheckConfig(Record):
@@ -65,7 +62,7 @@ class CheckConfig(Record):
 
 @dataclass(frozen=True, eq=False)
 class CheckResult(Record):
-    """DEFINITIONS says what each figure is. `writing` is null for an overlay that was there already."""
+    """DEFINITIONS of its front says what each figure is. `writing` is null for an overlay that was there already."""
 
     name: str
     layer: int
@@ -97,7 +94,7 @@ def run(
 ) -> Report[CheckConfig, CheckResult]:
     """Write the facts, ask before and after, compare, undo; LabError for facts that cannot be written.
 
-    What is asked goes over [item], `scores` are the means of DEFINITIONS, each before and after.
+    What is asked goes over [item], `scores` are the means of its front's DEFINITIONS, each before and after.
 
         >>> facts = (StatedFact("The river runs past", " the sea"), StatedFact("Paris is the old", " mill"))
         >>> report = run([handle], CheckConfig((handle.name,), facts, bootstrap=9))

@@ -17,7 +17,6 @@ import numpy as np
 from engram_lab.models.errors import DataError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Overlay, Stack, prepare
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, part
 from engram_lab.probes.facts.addresses import address_groups
 from engram_lab.probes.facts.sets import (
@@ -35,7 +34,6 @@ from engram_lab.probes.facts.sets import (
 )
 from engram_lab.probes.facts.writing import encode_facts
 
-DEFINITIONS = definitions.DENSITY
 SIZES = (1, 2, 5, 10, 20, 50)
 
 
@@ -77,7 +75,10 @@ class StackCase(Record):
 
 @dataclass(frozen=True, eq=False)
 class DensityResult(Record):
-    """DEFINITIONS says what each figure is; counts are summed over the groups of a size, NaN: in no group of it."""
+    """DEFINITIONS of its front says what each figure is.
+
+    Counts are summed over the groups of a size; NaN: in no group of it.
+    """
 
     name: str
     layer: int

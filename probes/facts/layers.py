@@ -16,7 +16,6 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import prepare
 from engram_lab.models.tables import memories
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, part
-from engram_lab.probes.facts import sets
 from engram_lab.probes.facts.check import places_of
 from engram_lab.probes.facts.sets import (
     WRITING,
@@ -31,8 +30,6 @@ from engram_lab.probes.facts.sets import (
     recall_items,
     write,
 )
-
-DEFINITIONS = sets.DEFINITIONS
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,13 +22,11 @@ from torch import Tensor
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Overlay, Patch, prepare
 from engram_lab.models.tables import addresses, memories
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Record
 from engram_lab.probes.facts.addresses import EditedReads, address_groups
 from engram_lab.probes.facts.sets import StatedFact, batches, before_and_after, encoded, kl_of, logits_of, recall_items
 
 DISTANCES = 16  # the trigger's position and 15 behind it
-DEFINITIONS = definitions.LOCALITY
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +83,11 @@ class Partial(Record):
 
 @dataclass(frozen=True, eq=False)
 class Locality(Record):
-    """DEFINITIONS says what each is. `address_groups`: facts that have one address; reads_histogram: positions of the
-    `n_unrelated` unrelated texts by how many of their rows are edited."""
+    """DEFINITIONS of the check's front says what each is.
+
+    `address_groups`: facts that have one address; reads_histogram: positions of the `n_unrelated` unrelated texts by
+    how many of their rows are edited.
+    """
 
     checks: tuple[BitCheck, ...]
     after_kl: Annotated[np.ndarray, Array("distance", unit="nats")]  # mean over facts

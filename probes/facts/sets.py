@@ -17,7 +17,6 @@ from torch import Tensor
 from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Fact, Overlay, Patch, Stack, prepare
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Record, arrays_of, check_seed
 from engram_lab.probes.batches import by_length, padded
 from engram_lab.probes.facts.writing import METHODS, WriteReport, encode_facts, write_facts
@@ -27,8 +26,6 @@ from engram_lab.probes.stats import draws, kl, ratio_interval
 Edits = Patch | Sequence[Overlay | Stack | None]
 MAX_STEPS, MAX_RATE = 1000, 1000
 BATCH_TOKENS, BATCH_LOGITS = 2048, 1 << 24  # of a forward, with its padding
-
-DEFINITIONS = definitions.FACTS
 
 
 @dataclass(frozen=True, eq=False)

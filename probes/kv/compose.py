@@ -23,7 +23,6 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV, splice
 from engram_lab.models.kv_runs import Prefill, check_kv, prefill, recompute
 from engram_lab.models.rotary import Rotary, find_rotary, move
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.kv.append import ROUNDS, Timing, behind, seconds
 from engram_lab.probes.kv.swap import check_request
@@ -40,7 +39,6 @@ BLOCK = (
 )
 SUFFIX = "The ferry Marta is moored at pier"
 ANSWERS = (" three", " two", " four", " one")
-DEFINITIONS = definitions.COMPOSE
 KINDS = ("moved", "all", "unrotated", "left out")
 
 
@@ -75,7 +73,7 @@ class ComposeConfig(Record):
 
 @dataclass(frozen=True, eq=False)
 class ComposeTiming(Timing):
-    """Seconds; DEFINITIONS says of what."""
+    """Seconds; DEFINITIONS of its front says of what."""
 
     seconds: Annotated[np.ndarray, Array("variant", unit="s", dtype="float64")]  # NaN for the controls
     full: Annotated[np.ndarray, Array("length", unit="s", dtype="float64")]
@@ -88,7 +86,7 @@ class ComposeTiming(Timing):
 
 @dataclass(frozen=True, eq=False)
 class ComposeResult(Record):
-    """Composed against full; DEFINITIONS says what each figure is."""
+    """Composed against full; DEFINITIONS of its front says what each figure is."""
 
     name: str
     said: str

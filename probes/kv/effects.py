@@ -19,13 +19,11 @@ from torch import Tensor
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV, KVEdit, swap_each
 from engram_lab.models.kv_runs import continue_from, prefill
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Record
 from engram_lab.probes.kv.scenario import Pair
 from engram_lab.probes.spans import texts_of
 from engram_lab.probes.stats import kl
 
-DEFINITIONS = definitions.EFFECTS
 BUDGET = 2**28  # bytes of caches in one batch; a constant, as the batch's shape decides the last bits
 
 
@@ -90,7 +88,7 @@ def differing(clean: Clean) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Effects(Record):
-    """What each variant answers; DEFINITIONS says what each figure is."""
+    """What each variant answers; DEFINITIONS of its front says what each figure is."""
 
     score: Annotated[np.ndarray, Array("variant", unit="logits", dtype="float64")]
     recovery: Annotated[np.ndarray, Array("variant", unit="share", dtype="float64")]  # NaN: both clean scores are equal

@@ -22,7 +22,6 @@ from engram_lab.models.errors import LabError, TargetError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV
 from engram_lab.models.kv_runs import check_kv, prefill
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.kv.append import ROUNDS, Added, Timing, added, seconds
 from engram_lab.probes.kv.effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
@@ -31,7 +30,6 @@ from engram_lab.probes.kv.swap import check_request
 
 VALUE, BEFORE = "{value}", "{before}"
 SAID = ("nothing", "erratum", "irrelevant", "wrong", "new prompt")
-DEFINITIONS = definitions.ERRATUM
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +68,7 @@ class ErratumConfig(Record):
 
 @dataclass(frozen=True, eq=False)
 class Chain(Record):
-    """Corrections one after the other, under each policy; DEFINITIONS says what each figure is."""
+    """Corrections one after the other, under each policy; DEFINITIONS of its front says what each figure is."""
 
     values: tuple[str, ...]  # [step]
     answers: tuple[str, ...]  # [step] due after it
@@ -97,7 +95,7 @@ class ErratumTiming(Timing):
 
 @dataclass(frozen=True, eq=False)
 class ErratumResult(Record):
-    """One correction and its controls, and the chain; DEFINITIONS says what each figure is."""
+    """One correction and its controls, and the chain; DEFINITIONS of its front says what each figure is."""
 
     name: str
     pair: Pair

@@ -20,7 +20,6 @@ from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV, KVEdit, blank_each, swap_each
 from engram_lab.models.kv_runs import check_kv, continue_from, prefill
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only
 from engram_lab.probes.kv.effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.scenario import Pair, Scenario, prepare
@@ -34,7 +33,6 @@ UNRELATED = (
     "had set up her wheel under the clock, and the baker's boy ran from stall to stall with a tray of rolls. By noon "
     "it rained a little, and nobody minded. The band played under the arches until the lamps were lit."
 )
-DEFINITIONS = definitions.KNOCKOUT
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +77,10 @@ class Anecdote(Record):
 
 @dataclass(frozen=True, eq=False)
 class KnockoutResult(Record):
-    """The knock-outs; DEFINITIONS says what each figure is. Scores and flips are against the old prompt's clean run."""
+    """The knock-outs; DEFINITIONS of its front says what each figure is.
+
+    Scores and flips are against the old prompt's clean run.
+    """
 
     name: str
     pair: Pair
@@ -178,7 +179,7 @@ def run(
 
 
 def answer_kept(pair: Pair, found: Oracle, got: Effects) -> np.ndarray:
-    """[variant] whether the old prompt's answer survived: it leads, and is the top token if it was (DEFINITIONS)."""
+    """[variant] whether the old prompt's answer survived: it leads, and is the top token if it was."""
     kept: np.ndarray = got.score < 0
     return kept & (got.top_id == pair.answer_ids[0]) if found.top[0] else kept
 

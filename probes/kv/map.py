@@ -17,7 +17,6 @@ from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KVEdit
 from engram_lab.models.kv_runs import check_kv
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.kv.effects import (
     Oracle,
@@ -31,8 +30,6 @@ from engram_lab.probes.kv.effects import (
 )
 from engram_lab.probes.kv.scenario import Pair, Scenario, prepare
 from engram_lab.probes.kv.swap import check_request
-
-DEFINITIONS = definitions.MAP
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +51,7 @@ class MapConfig(Record):
 
 @dataclass(frozen=True, eq=False)
 class MapResult(Record):
-    """The map; DEFINITIONS says what each figure is."""
+    """The map; DEFINITIONS of its front says what each figure is."""
 
     name: str
     pair: Pair

@@ -23,7 +23,6 @@ from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import stack, swap
 from engram_lab.models.kv_runs import check_kv, continue_from, generate
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
 from engram_lab.probes.kv.append import behind, closing, tail
 from engram_lab.probes.kv.effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
@@ -33,7 +32,6 @@ from engram_lab.probes.spans import texts_of
 
 SOURCES = ("old", "field", "new")
 CUE = "\nBefore the answer, once more what the text says:"
-DEFINITIONS = definitions.REASONING
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +54,7 @@ class ReasoningConfig(Record):
 
 @dataclass(frozen=True, eq=False)
 class ReasoningResult(Record):
-    """What each source answers after each number of tokens; DEFINITIONS says what each figure is."""
+    """What each source answers after each number of tokens; DEFINITIONS of its front says what each figure is."""
 
     name: str
     pair: Pair

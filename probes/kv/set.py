@@ -17,7 +17,6 @@ from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KVEdit, blank_each
 from engram_lab.models.kv_runs import check_kv, continue_from
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only
 from engram_lab.probes.kv.effects import edited, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.knockout import answer_kept, notes
@@ -30,7 +29,6 @@ EDITS = ("field", "downstream", "notes", "notes zero", "downstream zero", "notes
 SWAPS = EDITS[:3]
 ALL = "all kinds"
 FEWEST = 3  # scenarios for a word on a kind
-DEFINITIONS = definitions.SCENARIOS
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +52,7 @@ class SetConfig(Record):
 
 @dataclass(frozen=True, eq=False)
 class SetResult(Record):
-    """DEFINITIONS says what each figure is; NaN where there is none."""
+    """DEFINITIONS of its front says what each figure is; NaN where there is none."""
 
     name: str
     edits: tuple[str, ...]

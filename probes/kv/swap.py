@@ -19,7 +19,6 @@ from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import PARTS, KVEdit, swap
 from engram_lab.models.kv_runs import check_kv, continue_from
-from engram_lab.probes import definitions
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only
 from engram_lab.probes.kv.effects import (
     Clean,
@@ -33,8 +32,6 @@ from engram_lab.probes.kv.effects import (
     run_clean,
 )
 from engram_lab.probes.kv.scenario import ALIGN, Pair, Scenario, prepare
-
-DEFINITIONS = definitions.SWAP
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +75,10 @@ def check_request(models: Sequence[str], align: str, part: str = "kv") -> None:
 
 @dataclass(frozen=True, eq=False)
 class SwapResult(Record):
-    """The ladder; DEFINITIONS says what each figure is. `effects` goes by variant, `single` by position."""
+    """The ladder; DEFINITIONS of its front says what each figure is.
+
+    `effects` goes by variant, `single` by position.
+    """
 
     name: str
     layer_names: tuple[str, ...]  # of the blocks that were edited

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from engram_lab.lab.fronts import front
 from engram_lab.models.errors import Cancelled, LabError, PromptError
 from engram_lab.models.handle import Handle
 from engram_lab.probes import cka, cka_math
@@ -295,4 +296,4 @@ def test_bfloat16(pair: list[Handle], report: Report) -> None:
 
 def test_definitions_name_figures_that_exist() -> None:
     named = {name.removesuffix("_a") for name in CKAResult.__dataclass_fields__}
-    assert set(cka.DEFINITIONS) - {"interval"} <= named
+    assert set(front("cka").DEFINITIONS) - {"interval"} <= named

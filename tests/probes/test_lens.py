@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from engram_lab.lab.fronts import front
 from engram_lab.models.errors import AlignmentError, Cancelled, DataError, LabError, PromptError, TargetError
 from engram_lab.models.handle import Handle
-from engram_lab.probes import lens as lens_probe
 from engram_lab.probes.base import Report, arrays_of
 from engram_lab.probes.lens import LensConfig, ModelLens, run
 from tests.models import tiny
@@ -367,5 +367,5 @@ def test_bfloat16_gives_float32_statistics() -> None:
 
 
 def test_definitions_name_figures_that_exist() -> None:
-    named = set(lens_probe.DEFINITIONS) - {"mean", "interval"}
+    named = set(front("lens").DEFINITIONS) - {"mean", "interval"}
     assert named <= {field for field in ModelLens.__dataclass_fields__}

@@ -29,7 +29,7 @@ def test_the_fronts_are_those_of_the_probes() -> None:
 @pytest.mark.parametrize("probe", FRONTS)
 def test_a_probe_has_all_that_a_probe_has(probe: str) -> None:
     module = module_of(probe)
-    assert {"CONFIG", "RESULT", "DEFINITIONS", "run"} <= vars(module).keys()
+    assert {"CONFIG", "RESULT", "run"} <= vars(module).keys()
     assert Path(str(module.__file__)) == FOLDER.joinpath(*probe.split()).with_suffix(".py")
 
 

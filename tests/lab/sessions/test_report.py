@@ -81,7 +81,7 @@ def test_the_page_holds_the_session(store: Store, report: Report, set_report: Re
     assert [a["href"] for a in page.of("a")] == ["#run-1", "#run-2"]
     assert [s["id"] for s in page.of("section")] == ["run-1", "run-2"]
     for text in (
-        report.protocol.models[0].fingerprint, "engram-lab probe lens", "lens.run(", lens_probe.DEFINITIONS["kl"],
+        report.protocol.models[0].fingerprint, "engram-lab probe lens", "lens.run(", front("lens").DEFINITIONS["kl"],
         " ".join(map(str, report.protocol.prompt_ids[0][0])), report.config.prompts[0], store.session("The mill").name,
     ):  # fmt: skip
         assert text in page.text
