@@ -7,9 +7,42 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 TEXTS_FILE = "texts.txt"  # where an exported command reads its text set
+
+
+class BadUsageError(Exception):
+    """Options that argparse refuses."""
+
+
+class StrictParser(argparse.ArgumentParser):
+    """argparse, whose errors are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadUsageError(f"{message[:1].upper()}{message[1:]}; see {self.prog} --help.")
+
+
+class Options:
+    """In a parser's place: the options that are added, by name in their order, as what argparse is told of each."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, dict[str, Any]] = {}
+
+    def add_argument(self, name: str, **kind: Any) -> None:
+        """Note an option."""
+        self.known[name.removeprefix("--")] = kind
+
+    def add_argument_group(self, title: str) -> Options:
+        """Options of a group are options."""
+        return self
+
+    def add_mutually_exclusive_group(self, required: bool = False) -> Options:
+        """Which of them exclude each other only the parser says."""
+        return self
+
+    def set_defaults(self, **values: Any) -> None:
+        """Only the parser needs what stands where an option is not given."""
 
 
 def add_models(parser: argparse.ArgumentParser, against: Literal["no", "optional", "required"] = "no") -> None:

@@ -5,7 +5,6 @@ It knows no command: main.py puts them together, and each command takes from her
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import signal
@@ -15,19 +14,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from engram_lab.lab.ask.flags import BadUsageError as BadUsageError
+from engram_lab.lab.ask.flags import StrictParser
+
 Progress = Callable[[float, str], None]  # (the fraction that is done, what is being done)
-
-
-class BadUsageError(Exception):
-    """Options that argparse refuses."""
 
 
 class TerminatedError(KeyboardInterrupt):
     """SIGTERM, which ends a command as Ctrl-C does."""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, whose errors are one sentence; `fill` adds the arguments once they are asked for.
+class Parser(StrictParser):
+    """A StrictParser whose arguments `fill` adds once they are asked for.
 
     So a command whose name is not on the command line imports nothing.
     """
@@ -42,9 +40,6 @@ class Parser(argparse.ArgumentParser):
         if fill is not None:
             fill(self)
         return super().parse_known_args(*args, **options)
-
-    def error(self, message: str) -> NoReturn:
-        raise BadUsageError(f"{message[:1].upper()}{message[1:]}; see {self.prog} --help.")
 
     def group(self, title: str = "commands", metavar: str = "COMMAND") -> Any:
         """Commands below this one, of which one has to be named; its `add_parser` takes `fill` too."""

@@ -9,7 +9,6 @@ for the axes model and prompt. lab/command/sweep.py has an example.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import itertools
@@ -22,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from engram_lab.lab.ask.flags import BadUsageError, Options, StrictParser
 from engram_lab.lab.fronts import FRONTS, front
 from engram_lab.models.pool import ModelKey
 
@@ -164,14 +164,13 @@ def _cells(path: Path, probe: str, options: Mapping[str, Any], axes: tuple[str, 
             ) from error
 
 
-def _parser(probe: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.Action]]:
-    """The parser of `engram-lab probe PROBE`, without its outputs, and its options by name."""
-    from engram_lab.lab.command.console import Parser
-
-    parser = Parser(prog=f"engram-lab probe {probe}", allow_abbrev=False)
+def _parser(probe: str) -> tuple[StrictParser, dict[str, dict[str, Any]]]:
+    """The parser of `engram-lab probe PROBE`, without its outputs, and what it is told of its options, by name."""
+    parser = StrictParser(prog=f"engram-lab probe {probe}", allow_abbrev=False)
     front(probe).ASK.add_arguments(parser)
-    known = {action.option_strings[-1].removeprefix("--"): action for action in parser._actions}
-    return parser, {name: action for name, action in known.items() if name != "help"}
+    options: Any = Options()
+    front(probe).ASK.add_arguments(options)
+    return parser, options.known
 
 
 class _BadCellError(Exception):
@@ -179,10 +178,9 @@ class _BadCellError(Exception):
 
 
 def _cell(
-    parser: argparse.ArgumentParser, known: Mapping[str, argparse.Action], probe: str, values: dict[str, Any],
+    parser: StrictParser, known: Mapping[str, Mapping[str, Any]], probe: str, values: dict[str, Any],
     folder: Path,
 ) -> Cell:  # fmt: skip
-    from engram_lab.lab.command.console import BadUsageError
     from engram_lab.models.errors import LabError
 
     words = [word for name, value in values.items() for word in _words(name, value, known[name], folder)]
@@ -195,32 +193,32 @@ def _cell(
     return Cell(values, config, models)
 
 
-def _words(name: str, value: Any, action: argparse.Action, folder: Path) -> list[str]:
+def _words(name: str, value: Any, kind: Mapping[str, Any], folder: Path) -> list[str]:
     """An option as the command line has it; none for null, and for a switch that is off."""
     if value is None:
         return []
-    if action.nargs == 0:
+    if kind.get("action") == "store_true":
         if not isinstance(value, bool):
             raise _BadCellError(f"{name} is a switch: it must be true or false")
         return [f"--{name}"] if value else []
     several = value if isinstance(value, list) else [value]
-    if len(several) != 1 and not (isinstance(action, argparse._AppendAction) or action.nargs in ("*", "+")):
+    if len(several) != 1 and not (kind.get("action") == "append" or kind.get("nargs") in ("*", "+")):
         raise _BadCellError(f"{name} takes one value, not the list {value}")
-    texts = [_text(name, item, action, folder) for item in several]
-    return [f"--{name}", *texts] if action.nargs in ("*", "+") else [f"--{name}={text}" for text in texts]
+    texts = [_text(name, item, kind, folder) for item in several]
+    return [f"--{name}", *texts] if kind.get("nargs") in ("*", "+") else [f"--{name}={text}" for text in texts]
 
 
-def _text(name: str, value: Any, action: argparse.Action, folder: Path) -> str:
+def _text(name: str, value: Any, kind: Mapping[str, Any], folder: Path) -> str:
     """One value as text; where text is wanted, only text, as 1.50 and off would come out as 1.5 and False."""
     if isinstance(value, list | dict):
         raise _BadCellError(f"{name} holds {value}, which is no single value")
-    if not isinstance(value, str) and (action.type not in (int, float) or isinstance(value, bool)):
+    if not isinstance(value, str) and (kind.get("type") not in (int, float) or isinstance(value, bool)):
         raise _BadCellError(f'{name} is {value}, which YAML does not read as text: write it in quotes, as "..."')
     text = str(value)
-    if action.metavar in _PATHS:
-        before, equals, file = text.rpartition("=") if action.metavar == "NAME=FILE" else ("", "", text)
+    if kind.get("metavar") in _PATHS:
+        before, equals, file = text.rpartition("=") if kind["metavar"] == "NAME=FILE" else ("", "", text)
         return f"{before}{equals}{folder / Path(file).expanduser()}"
-    if action.dest in ("model", "against"):
+    if name in ("model", "against"):
         return _model(text, folder)
     return text
 
