@@ -10,7 +10,7 @@ A logit is known up to a constant that all tokens share, so compare parts, or lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from engram_lab.models.handle import Handle
 from engram_lab.models.memory import Edit, MemoryRead, edited_logits
 from engram_lab.models.tables import memories
-from engram_lab.probes.base import Array, Progress, Record
+from engram_lab.probes.base import Array, Progress, Record, role
 from engram_lab.probes.spans import token_text
 
 # Tokens at once in a knock-out: a few forwards of a long prompt, many of a short one.
@@ -31,7 +31,7 @@ TOKENS = 4096
 class Attribution(Record):
     """The parts of the target's logit at every position: memory + conv of all layers + block + embed = logit."""
 
-    target_ids: Annotated[np.ndarray, Array("pos", dtype="int64")]
+    target_ids: Annotated[np.ndarray, Array("pos", dtype="int64", role="name")]
     logit: Annotated[np.ndarray, Array("pos", unit="logit")]
     log_prob: Annotated[np.ndarray, Array("pos", unit="nats")]
     memory: Annotated[np.ndarray, Array("layer", "order", "head", "pos", unit="logit")]  # gate * W_V slice * row
@@ -48,8 +48,8 @@ class KnockOut(Record):
     NaN where nothing was run: behind `position`, which cannot see it, and in other prompts.
     """
 
-    position: int
-    target_id: int
+    position: int = field(metadata=role("name"))
+    target_id: int = field(metadata=role("name"))
     target_text: str
     logit: float
     log_prob: float

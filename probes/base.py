@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -56,19 +56,38 @@ def check_seed(seed: int, number: int, of: str = "bootstrap resamples") -> None:
         raise LabError(f"The seed must be 0 or more, and the number of {of} 1 or more.")
 
 
+# What a field of a result stands for, by which two runs are compared (lab.sessions.compare):
+#   amount   a number, a truth value or a text that must be the same
+#   name     an id, a position and the like, which names a thing: a difference says nothing
+#   spelled  the text of tokens that won a ranking, which turns with it where two are nearly as likely
+#   prose    a sentence of the probe's own on its figures, which rounds them: its numbers are fields as well
+#   hash     of bits: equal or not, whatever the distance
+Role = Literal["amount", "name", "spelled", "prose", "hash"]
+
+
+def role(of: Role) -> dict[str, Role]:
+    """The metadata by which a field that is no array says its role: `layer: int = field(metadata=role("name"))`."""
+    return {"role": of}
+
+
 @dataclass(frozen=True)
 class Array:
     """What an array field holds: `kl: Annotated[np.ndarray, Array("layer", "pos", unit="nats")]`.
 
-    The unit is empty for counts, ids and truth values.
+    The unit is empty for counts, ids and truth values. ranks: the field beside it that names what the values belong
+    to, where they are ranked from the largest down.
     """
 
     axes: tuple[str, ...]
     unit: str
     dtype: str
+    role: Role
+    ranks: str
 
-    def __init__(self, *axes: str, unit: str = "", dtype: str = "float32") -> None:
-        for name, value in (("axes", axes), ("unit", unit), ("dtype", dtype)):
+    def __init__(
+        self, *axes: str, unit: str = "", dtype: str = "float32", role: Role = "amount", ranks: str = ""
+    ) -> None:
+        for name, value in (("axes", axes), ("unit", unit), ("dtype", dtype), ("role", role), ("ranks", ranks)):
             object.__setattr__(self, name, value)
 
 
@@ -192,6 +211,26 @@ def arrays_of(kind: type[Record]) -> dict[str, Array]:
     """The array fields of a record and what they hold."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items() if typing.get_origin(hint) is typing.Annotated}
+
+
+def held_by(kind: type[Record]) -> dict[str, Array]:
+    """Each field of a record -> what it holds; of one that is no array only the role is said."""
+    others = {item.name: Array(role=item.metadata.get("role", "amount")) for item in dataclasses.fields(kind)}
+    return others | arrays_of(kind)
+
+
+@dataclass(frozen=True, eq=False)
+class Timing(Record):
+    """Base of what was measured in seconds: no two runs agree on it, so that any two are equal."""
+
+    rounds: int  # of which the shortest counts
+    threads: int
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
 
 
 @dataclass(frozen=True, eq=False)

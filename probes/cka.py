@@ -90,9 +90,9 @@ class CKAResult(Record):
     n_points: int
     n_sentences: int  # with a point
     n_dropped: int  # entities that end inside a token of either model
-    sentence: Annotated[np.ndarray, Array("point", dtype="int64")]  # index into the prompts
-    pos_a: Annotated[np.ndarray, Array("point", unit="token of the sentence", dtype="int64")]
-    pos_b: Annotated[np.ndarray, Array("point", unit="token of the sentence", dtype="int64")]
+    sentence: Annotated[np.ndarray, Array("point", dtype="int64", role="name")]  # index into the prompts
+    pos_a: Annotated[np.ndarray, Array("point", unit="token of the sentence", dtype="int64", role="name")]
+    pos_b: Annotated[np.ndarray, Array("point", unit="token of the sentence", dtype="int64", role="name")]
     cka: Annotated[np.ndarray, Array("layer_a", "layer_b", dtype="float64")]
     biased: Annotated[np.ndarray, Array("layer_a", "layer_b", dtype="float64")]
     alignment_a: Annotated[np.ndarray, Array("layer_a", unit="block of B", dtype="float64")]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from engram_lab.models.engram import gate_value
 from engram_lab.models.handle import Handle
 from engram_lab.models.ngrams import engram_model
 from engram_lab.models.tables import memories
-from engram_lab.probes.base import Record
+from engram_lab.probes.base import Record, role
 from engram_lab.probes.spans import text_of, token_text
 
 
@@ -25,9 +25,9 @@ from engram_lab.probes.spans import text_of, token_text
 class Ngram(Record):
     """An n-gram of canonical ids and the gates of a layer where it ends."""
 
-    layer: int
-    order: int  # 2 for bigrams
-    canonical_ids: tuple[int, ...]
+    layer: int = field(metadata=role("name"))
+    order: int = field(metadata=role("name"))  # 2 for bigrams
+    canonical_ids: tuple[int, ...] = field(metadata=role("name"))
     texts: tuple[str, ...]  # of each canonical id
     example: str  # as it stands where it was found first
     count: int

@@ -10,7 +10,7 @@ Attribution and knock-outs: probes/attribution.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from engram_lab.models.handle import Handle, single_token
 from engram_lab.models.memory import CONTROLS, Edit, MemoryRead, check_edit, read_memory
 from engram_lab.models.tables import memories
 from engram_lab.probes.attribution import Attribution, KnockOut, attribution, knock_out, parts, targets_of
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, arrays_of, check_seed, only
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, arrays_of, check_seed, only, role
 from engram_lab.probes.gate_statistics import Ngram, canonical_map, learned_ceilings, ranking, spearman
 from engram_lab.probes.lens_math import lens_statistics
 from engram_lab.probes.spans import spans_of, texts_of, token_text
@@ -85,7 +85,7 @@ class ControlRun(Record):
     """The same prompts with the memory changed; `change` is with the control minus without."""
 
     control: str
-    layers: tuple[int, ...]  # where it acts
+    layers: tuple[int, ...] = field(metadata=role("name"))  # where it acts
     next_token_loss: Annotated[np.ndarray, Array("pos", unit="nats")]
     final_kl: Annotated[np.ndarray, Array("pos", unit="nats")]  # KL(intact || controlled) of the predictions
     rank_correlation: Annotated[np.ndarray, Array("layer", "branch", dtype="float64")]  # NaN for a constant gate
@@ -112,14 +112,14 @@ class GatesResult(Record):
     """What the memory of one model does; DEFINITIONS of its front says what each figure is."""
 
     name: str
-    layers: tuple[int, ...]  # block numbers
+    layers: tuple[int, ...] = field(metadata=role("name"))  # block numbers
     layer_names: tuple[str, ...]  # [lens_layer]
     token_texts: tuple[str, ...]  # [pos], a byte that is no whole character as \xNN
-    prompt_index: Annotated[np.ndarray, Array("pos", dtype="int64")]
-    token_ids: Annotated[np.ndarray, Array("pos", dtype="int64")]
-    canonical_ids: Annotated[np.ndarray, Array("pos", dtype="int64")]
-    char_start: Annotated[np.ndarray, Array("pos", unit="bytes of the prompt in UTF-8", dtype="int64")]
-    char_end: Annotated[np.ndarray, Array("pos", unit="bytes of the prompt in UTF-8", dtype="int64")]
+    prompt_index: Annotated[np.ndarray, Array("pos", dtype="int64", role="name")]
+    token_ids: Annotated[np.ndarray, Array("pos", dtype="int64", role="name")]
+    canonical_ids: Annotated[np.ndarray, Array("pos", dtype="int64", role="name")]
+    char_start: Annotated[np.ndarray, Array("pos", unit="bytes of the prompt in UTF-8", dtype="int64", role="name")]
+    char_end: Annotated[np.ndarray, Array("pos", unit="bytes of the prompt in UTF-8", dtype="int64", role="name")]
     counted: Annotated[np.ndarray, Array("pos", dtype="bool")]  # whether the means take this position in
     gate: Annotated[np.ndarray, Array("layer", "branch", "pos")]
     ceiling: float
@@ -127,7 +127,7 @@ class GatesResult(Record):
     written_norm: Annotated[np.ndarray, Array("layer", "branch", "pos")]
     residual_norm: Annotated[np.ndarray, Array("layer", "pos")]
     next_token_loss: Annotated[np.ndarray, Array("pos", unit="nats")]  # NaN at a prompt's last position
-    position: int  # the readout position in the first prompt
+    position: int = field(metadata=role("name"))  # the readout position in the first prompt
     gate_mean: Annotated[np.ndarray, Array("layer", "branch", dtype="float64")]
     gate_p10: Annotated[np.ndarray, Array("layer", "branch", dtype="float64")]
     gate_p90: Annotated[np.ndarray, Array("layer", "branch", dtype="float64")]
@@ -147,7 +147,8 @@ class GatesResult(Record):
     mean_loss_low: float | None = None
     mean_loss_high: float | None = None
     attribution: Attribution | None = None
-    target_names: dict[int, str] | None = None  # text of every id in attribution.target_ids
+    # text of every id in attribution.target_ids
+    target_names: dict[int, str] | None = field(default=None, metadata=role("spelled"))
     knock_out: KnockOut | None = None
     controls: tuple[ControlRun, ...] = ()
     highest: tuple[Ngram, ...] = ()  # for several prompts, by layer and order

@@ -7,12 +7,12 @@ same text).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
 
-from engram_lab.probes.base import Array, Record
+from engram_lab.probes.base import Array, Record, role
 from engram_lab.probes.tuned_lens import FitInfo
 
 
@@ -31,9 +31,9 @@ class Reading(Record):
     mean_kl_high: Annotated[np.ndarray | None, Array("layer", unit="nats", dtype="float64")] = None
     mean_settle_depth_low: float | None = None
     mean_settle_depth_high: float | None = None
-    top_ids: Annotated[np.ndarray | None, Array("layer", "pos", "k", dtype="int64")] = None
-    top_probs: Annotated[np.ndarray | None, Array("layer", "pos", "k", unit="probability")] = None
-    token_names: dict[int, str] | None = None  # text of every id in top_ids
+    top_ids: Annotated[np.ndarray | None, Array("layer", "pos", "k", dtype="int64", role="name")] = None
+    top_probs: Annotated[np.ndarray | None, Array("layer", "pos", "k", unit="probability", ranks="top_ids")] = None
+    token_names: dict[int, str] | None = field(default=None, metadata=role("spelled"))  # text of every id in top_ids
     target_rank: Annotated[np.ndarray | None, Array("layer", "pos", dtype="int64")] = None
     target_prob: Annotated[np.ndarray | None, Array("layer", "pos", unit="probability")] = None
 
@@ -56,10 +56,10 @@ class ModelLens(Reading):
     name: str
     layer_names: tuple[str, ...]
     token_texts: tuple[str, ...]  # [pos], a byte that is no whole character as \xNN
-    prompt_index: Annotated[np.ndarray, Array("pos", dtype="int64")]
-    token_ids: Annotated[np.ndarray, Array("pos", dtype="int64")]
-    char_start: Annotated[np.ndarray, Array("pos", unit="bytes of the prompt in UTF-8", dtype="int64")]
-    char_end: Annotated[np.ndarray, Array("pos", unit="bytes of the prompt in UTF-8", dtype="int64")]
+    prompt_index: Annotated[np.ndarray, Array("pos", dtype="int64", role="name")]
+    token_ids: Annotated[np.ndarray, Array("pos", dtype="int64", role="name")]
+    char_start: Annotated[np.ndarray, Array("pos", unit="bytes of the prompt in UTF-8", dtype="int64", role="name")]
+    char_end: Annotated[np.ndarray, Array("pos", unit="bytes of the prompt in UTF-8", dtype="int64", role="name")]
     counted: Annotated[np.ndarray, Array("pos", dtype="bool")]  # whether the means take this position in
     next_token_loss: Annotated[np.ndarray, Array("pos", unit="nats")]  # NaN at a prompt's last position
     mean_loss: float | None  # null if no position has a next token
@@ -68,7 +68,7 @@ class ModelLens(Reading):
     mean_final_entropy: float | None
     mean_final_entropy_low: float | None = None
     mean_final_entropy_high: float | None = None
-    target_id: int | None = None
+    target_id: int | None = field(default=None, metadata=role("name"))
     tuned: TunedReading | None = None
 
 
@@ -76,8 +76,8 @@ class ModelLens(Reading):
 class Alignment(Record):
     """Positions of the two models behind which the same text lies: indices into their pos axes."""
 
-    pos_a: Annotated[np.ndarray, Array("pair", dtype="int64")]
-    pos_b: Annotated[np.ndarray, Array("pair", dtype="int64")]
+    pos_a: Annotated[np.ndarray, Array("pair", dtype="int64", role="name")]
+    pos_b: Annotated[np.ndarray, Array("pair", dtype="int64", role="name")]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,14 +7,14 @@ n-grams that address it. All heads of one order share one mix, so their figures 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
 
 from engram_lab.models.hashing import NgramHash
 from engram_lab.models.ngrams import expected_collisions, expected_coverage, expected_spread, head_sizes, load_spread
-from engram_lab.probes.base import Array, Record
+from engram_lab.probes.base import Array, Record, role
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -29,7 +29,7 @@ class Usage(Record):
 
     sources: tuple[str, ...]
     tokens: int
-    quantiles: tuple[float, ...]
+    quantiles: tuple[float, ...] = field(metadata=role("name"))
     distinct: Annotated[np.ndarray, Array("order", unit="n-grams", dtype="int64")]
     rows: Annotated[np.ndarray, Array("order", "head", unit="rows", dtype="int64")]
     coverage: Annotated[np.ndarray, Array("order", "head", unit="share of rows", dtype="float64")]

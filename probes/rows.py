@@ -11,7 +11,7 @@ The sum over all rows of the position, times its gate, is what came through; the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from engram_lab.models.memory import read_memory
 from engram_lab.models.ngrams import Ngrams
 from engram_lab.models.row_counts import RowCounts
 from engram_lab.models.tables import memories
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, role
 from engram_lab.probes.row_usage import Usage, usage
 from engram_lab.probes.spans import text_of
 
@@ -72,10 +72,10 @@ class Gram(Record):
     text_count, alone: how often the brought text has it (null without a text).
     """
 
-    order: int
-    raw_ids: tuple[int, ...]
+    order: int = field(metadata=role("name"))
+    raw_ids: tuple[int, ...] = field(metadata=role("name"))
     raw_text: str
-    canonical_ids: tuple[int, ...]
+    canonical_ids: tuple[int, ...] = field(metadata=role("name"))
     canonical_texts: tuple[str, ...]
     text_count: int | None
 
@@ -92,12 +92,12 @@ class Shared(Record):
 class Said(Record):
     """The tokens that something promotes and suppresses most, on the direct path (DEFINITIONS["says"] of its front)."""
 
-    promoted_ids: tuple[int, ...]
-    promoted_texts: tuple[str, ...]
-    promoted: Annotated[np.ndarray, Array("k", unit="logits")]
-    suppressed_ids: tuple[int, ...]
-    suppressed_texts: tuple[str, ...]
-    suppressed: Annotated[np.ndarray, Array("k", unit="logits")]
+    promoted_ids: tuple[int, ...] = field(metadata=role("name"))
+    promoted_texts: tuple[str, ...] = field(metadata=role("spelled"))
+    promoted: Annotated[np.ndarray, Array("k", unit="logits", ranks="promoted_ids")]
+    suppressed_ids: tuple[int, ...] = field(metadata=role("name"))
+    suppressed_texts: tuple[str, ...] = field(metadata=role("spelled"))
+    suppressed: Annotated[np.ndarray, Array("k", unit="logits", ranks="suppressed_ids")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +108,11 @@ class Row(Record):
     shared_total counts the others at this row, of which `shared` lists the most frequent.
     """
 
-    order: int
-    head: int
-    prime: int
-    row: int
-    row_id: int
+    order: int = field(metadata=role("name"))
+    head: int = field(metadata=role("name"))
+    prime: int = field(metadata=role("name"))
+    row: int = field(metadata=role("name"))
+    row_id: int = field(metadata=role("name"))
     norm: float
     training_hits: int | None
     training_ngrams: int | None
@@ -127,9 +127,9 @@ class Row(Record):
 class RowsResult(Record):
     """What the position reads; `position` counts from the start. Norms and gate are those of this forward."""
 
-    layer: int
-    position: int
-    token_id: int
+    layer: int = field(metadata=role("name"))
+    position: int = field(metadata=role("name"))
+    token_id: int = field(metadata=role("name"))
     token_text: str
     gate: float
     gated_norm: float  # of the gated value, before the convolution

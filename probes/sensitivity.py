@@ -96,7 +96,7 @@ class SensitivityResult(Record):
     contrast_low: Annotated[np.ndarray, Array("set", "condition", unit="nats a token", dtype="float64")]
     contrast_high: Annotated[np.ndarray, Array("set", "condition", unit="nats a token", dtype="float64")]
     top: Annotated[np.ndarray, Array("set", "condition", unit="share of items", dtype="float64")]  # NaN: no answers
-    set_index: Annotated[np.ndarray, Array("item", dtype="int64")]
+    set_index: Annotated[np.ndarray, Array("item", dtype="int64", role="name")]
     item_loss: Annotated[np.ndarray, Array("condition", "item", unit="nats", dtype="float64")]  # summed over tokens
     item_tokens: Annotated[np.ndarray, Array("condition", "item", dtype="int64")]
     item_top: Annotated[np.ndarray, Array("condition", "item", dtype="bool")]

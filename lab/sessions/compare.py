@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from engram_lab.models.errors import LabError
-from engram_lab.probes.base import Array, Record, Report, arrays_of
-from engram_lab.probes.kv.append import Timing
+from engram_lab.probes.base import Array, Record, Report, Role, Timing, held_by
 
 Kind = Literal["float", "discrete", "text"]
 Word = Literal["identical", "within tolerance", "changed"]
@@ -25,22 +24,6 @@ TOLERANCE = 1e-4  # nats, logits or probability, and as much of the value itself
 FLIPPED = 0.01  # share of an array's integers, truth values or most likely tokens that near ties may turn
 ENTRY = "entry"
 SECONDS = ("s", "ms")
-# Hashes of bits: equal or not, whatever the distance.
-HASHES = {"digests"}
-# A probe's own sentences on its figures, which round them: their numbers are fields as well.
-PROSE = {"said"}
-# Texts of tokens that won a ranking, which turn with it.
-SPELLED = {
-    "token_names", "top_texts", "full_top_texts", "decisions", "full_decisions", "said_before", "said_after",
-    "rival_texts", "promoted_texts", "suppressed_texts", "target_names",
-}  # fmt: skip
-# What names things, of which a difference says nothing; also all that ends in _id, _ids or _index.
-NAMES = {
-    "sentence", "pos_a", "pos_b", "fact", "fact_of", "char_start", "char_end", "draw", "leader", "due", "row", "prime",
-    "position", "layer", "layers", "order", "head", "thresholds", "sizes", "quantiles", "groups",
-}  # fmt: skip
-# Lists from the largest down: their values belong together only where the tokens are the same.
-RANKED = {"promoted": "promoted_ids", "suppressed": "suppressed_ids", "top_probs": "top_ids"}
 _NUMERAL = re.compile(r"[-−+]?\d[\d.,]*%?")
 
 
@@ -48,8 +31,8 @@ _NUMERAL = re.compile(r"[-−+]?\d[\d.,]*%?")
 class Field:
     """One field of two results; `a` or `b` is None where only the other run has it.
 
-    `timed` is measured in seconds, which no two runs agree on. `records_a`, `records_b`: the records that it stands
-    in, innermost first.
+    `timed` is measured in seconds, which no two runs agree on. `role` and `ranks` are what the probe says of it, see
+    probes.base. `records_a`, `records_b`: the records that it stands in, innermost first.
     """
 
     path: str
@@ -59,13 +42,10 @@ class Field:
     a: np.ndarray | None
     b: np.ndarray | None
     timed: bool = False
+    role: Role = "amount"
+    ranks: str = ""
     records_a: tuple[Record, ...] = field(default=(), repr=False)
     records_b: tuple[Record, ...] = field(default=(), repr=False)
-
-    @property
-    def name(self) -> str:
-        """The last part of the path, without its index."""
-        return self.path.rpartition(".")[2].partition("[")[0]
 
     @property
     def shapes(self) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -75,7 +55,7 @@ class Field:
     @property
     def is_name(self) -> bool:
         """Whether its numbers stand for things, such as ids and positions."""
-        return self.name in NAMES or self.name.endswith(("_id", "_ids", "_index"))
+        return self.role == "name"
 
     @property
     def comparable(self) -> bool:
@@ -138,9 +118,8 @@ class Field:
             return f"A is {self._size(self.a)}, B is {self._size(self.b)}"
         if not self.a.size:
             return "it is empty"
-        beside = RANKED.get(self.name)
-        if beside is not None:
-            ids_a, ids_b = (np.asarray(getattr(own[0], beside)) for own in (self.records_a, self.records_b))
+        if self.ranks:
+            ids_a, ids_b = (np.asarray(getattr(around[0], self.ranks)) for around in (self.records_a, self.records_b))
             if not np.array_equal(ids_a, ids_b):
                 return "the two runs rank other tokens"
         return None
@@ -150,7 +129,7 @@ class Field:
 
     def wrong(self, tolerance: float) -> str | None:
         """Why it is neither identical nor within the tolerance, in a few words, or None."""
-        if self.timed or self.equal or self.name in HASHES:
+        if self.timed or self.equal or self.role == "hash":
             return None
         if self.a is None or self.b is None:
             return f"{self.path}: only {'A' if self.b is None else 'B'} has it"
@@ -162,10 +141,10 @@ class Field:
             # NaN gaps are gone here: both NaN counts as 0.
             over = self.gaps > tolerance * (1 + np.abs(np.nan_to_num(self.a.astype(float), posinf=0, neginf=0)))
             return f"{self.path}: by up to {self.largest:.3g}{_unit(self.unit)}" if over.any() else None
-        if self.kind == "text" and self.name in PROSE:
+        if self.kind == "text" and self.role == "prose":
             plain_a, plain_b = ([_NUMERAL.sub("#", str(text)) for text in own.ravel()] for own in (self.a, self.b))
             return None if plain_a == plain_b else f"{self.path}: another sentence"
-        if self.kind == "text" and self.name not in SPELLED:
+        if self.kind == "text" and self.role != "spelled":
             return f"{self.path}: other text"
         if self.differ > FLIPPED * self.a.size:
             return f"{self.path}: {self.differ} of {self.a.size} differ"
@@ -216,7 +195,7 @@ def verdict(a: Report, b: Report, tolerance: float = TOLERANCE) -> Verdict:
         word,
         largest,
         where if largest else "",
-        sum(own.differ for own in asked if own.name not in HASHES),
+        sum(own.differ for own in asked if own.role != "hash"),
         tuple(wrong),
         tuple(own.path for own in found if own.timed),
     )
@@ -235,19 +214,19 @@ def _walk(
         return
     if isinstance(some, Record):
         timed = timed or isinstance(some, Timing)
-        arrays = arrays_of(type(some))
+        inner = held_by(type(some))
         more_a, more_b = (() if own is None else (own, *up) for own, up in ((a, up_a), (b, up_b)))
         for item in dataclasses.fields(some):
             one, other = getattr(a, item.name, None), getattr(b, item.name, None)
-            inner = arrays.get(item.name, Array())
-            yield from _walk(f"{path}.{item.name}".lstrip("."), one, other, inner, timed, more_a, more_b)
+            yield from _walk(f"{path}.{item.name}".lstrip("."), one, other, inner[item.name], timed, more_a, more_b)
         return
     kinds = [_kind(own) for own in (a, b) if own is not None]
     if all(kinds):
         kind: Kind = max((own for own in kinds if own), key=("discrete", "float", "text").index)
         one, other = (None if own is None else _array(own, kind) for own in _in_step(a, b))
         axes = held.axes if isinstance(some, np.ndarray) else (ENTRY,) if isinstance(some, tuple | dict) else ()
-        yield Field(path, kind, axes, held.unit, one, other, timed or held.unit in SECONDS, up_a, up_b)
+        timed = timed or held.unit in SECONDS
+        yield Field(path, kind, axes, held.unit, one, other, timed, held.role, held.ranks, up_a, up_b)
         return
     # A dictionary or a tuple of parts; where one is longer, the other has nothing there.
     parts_a, parts_b = (dict(own if isinstance(own, dict) else enumerate(own or ())) for own in (a, b))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
 
 from engram_lab.models.errors import DataError, LabError
-from engram_lab.probes.base import Array, Record
+from engram_lab.probes.base import Array, Record, role
 from engram_lab.probes.facts.sets import (
     MAX_STEPS,
     Expected,
@@ -101,9 +101,9 @@ class AlternativesResult(Record):
     """DEFINITIONS of its front says what each figure is, METHODS what each method; NaN where there is none."""
 
     methods: tuple[str, ...]
-    layer: int
+    layer: int = field(metadata=role("name"))
     prompts: tuple[str, ...]  # [prompt]
-    fact_of: Annotated[np.ndarray, Array("prompt", dtype="int64")]
+    fact_of: Annotated[np.ndarray, Array("prompt", dtype="int64", role="name")]
     paraphrase: Annotated[np.ndarray, Array("prompt", dtype="bool")]
     answer_tokens: Annotated[np.ndarray, Array("prompt", dtype="int64")]
     probability: Annotated[np.ndarray, Array("method", "prompt", unit="probability", dtype="float64")]

@@ -9,7 +9,7 @@ neighbours are ROME's (arXiv 2202.05262).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.memory import Edit, read_memory
 from engram_lab.models.overlay import Overlay, check_overlay, prepare
 from engram_lab.models.tables import memories
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, role
 from engram_lab.probes.facts.addresses import EditedReads, alias_items
 from engram_lab.probes.facts.locality import Locality, locality
 from engram_lab.probes.facts.sets import (
@@ -65,7 +65,7 @@ class CheckResult(Record):
     """DEFINITIONS of its front says what each figure is. `writing` is null for an overlay that was there already."""
 
     name: str
-    layer: int
+    layer: int = field(metadata=role("name"))
     rows: int
     overlay_bytes: int
     writing: WriteReport | None

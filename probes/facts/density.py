@@ -9,7 +9,7 @@ apart. What else is not said was lost to interference: facts that share some row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from engram_lab.models.errors import DataError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Overlay, Stack, prepare
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, part
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, part, role
 from engram_lab.probes.facts.addresses import address_groups
 from engram_lab.probes.facts.sets import (
     WRITING,
@@ -81,9 +81,9 @@ class DensityResult(Record):
     """
 
     name: str
-    layer: int
-    sizes: tuple[int, ...]
-    groups: Annotated[np.ndarray, Array("size", dtype="int64")]
+    layer: int = field(metadata=role("name"))
+    sizes: tuple[int, ...] = field(metadata=role("name"))
+    groups: Annotated[np.ndarray, Array("size", dtype="int64", role="name")]
     n_facts: Annotated[np.ndarray, Array("size", dtype="int64")]
     top1: Annotated[np.ndarray, Array("size", unit="share", dtype="float64")]
     top1_low: Annotated[np.ndarray, Array("size", unit="share", dtype="float64")]

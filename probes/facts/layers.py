@@ -6,7 +6,7 @@ Axes: layer (the memory layers asked for), step (of the writing).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import prepare
 from engram_lab.models.tables import memories
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, part
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, part, role
 from engram_lab.probes.facts.check import places_of
 from engram_lab.probes.facts.sets import (
     WRITING,
@@ -59,7 +59,7 @@ class LayersResult(Record):
     """After writing at one layer, each figure with its interval over facts; NaN where there is none to tell it by."""
 
     name: str
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = field(metadata=role("name"))
     top1: Annotated[np.ndarray, Array("layer", unit="share", dtype="float64")]
     top1_low: Annotated[np.ndarray, Array("layer", unit="share", dtype="float64")]
     top1_high: Annotated[np.ndarray, Array("layer", unit="share", dtype="float64")]

@@ -7,7 +7,7 @@ the same forward of the same batch with the overlays: every comparison of bits i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Fact, Overlay, Patch, Stack, prepare
-from engram_lab.probes.base import Array, Progress, Record, arrays_of, check_seed
+from engram_lab.probes.base import Array, Progress, Record, arrays_of, check_seed, role
 from engram_lab.probes.batches import by_length, padded
 from engram_lab.probes.facts.writing import METHODS, WriteReport, encode_facts, write_facts
 from engram_lab.probes.spans import token_text
@@ -163,21 +163,21 @@ class Asked(Record):
     edited_reads: how many of the rows that the prompt's last position reads are edited.
     """
 
-    fact: Annotated[np.ndarray, Array("item", dtype="int64")]  # which fact the item belongs to
+    fact: Annotated[np.ndarray, Array("item", dtype="int64", role="name")]  # which fact the item belongs to
     prompts: tuple[str, ...]
     answers: tuple[str, ...]
-    answer_ids: tuple[tuple[int, ...], ...]
+    answer_ids: tuple[tuple[int, ...], ...] = field(metadata=role("name"))
     probability_before: Annotated[np.ndarray, Array("item", unit="probability")]
     probability_after: Annotated[np.ndarray, Array("item", unit="probability")]
     top1_before: Annotated[np.ndarray, Array("item", dtype="bool")]
     top1_after: Annotated[np.ndarray, Array("item", dtype="bool")]
     top5_before: Annotated[np.ndarray, Array("item", dtype="bool")]
     top5_after: Annotated[np.ndarray, Array("item", dtype="bool")]
-    rival_texts: tuple[str, ...]
+    rival_texts: tuple[str, ...] = field(metadata=role("spelled"))
     wins_before: Annotated[np.ndarray, Array("item", dtype="float64")]
     wins_after: Annotated[np.ndarray, Array("item", dtype="float64")]
-    said_before: tuple[str, ...]
-    said_after: tuple[str, ...]
+    said_before: tuple[str, ...] = field(metadata=role("spelled"))
+    said_after: tuple[str, ...] = field(metadata=role("spelled"))
     same_top: Annotated[np.ndarray, Array("item", dtype="bool")]
     kl: Annotated[np.ndarray, Array("item", unit="nats")]
     same_bits: Annotated[np.ndarray, Array("item", dtype="bool")]
@@ -228,7 +228,7 @@ def ask(
         row["edited_reads"] = 0 if reads is None else int(reads(prompt)[:, -1].sum())
         rows[n] = row
     arrays, columns = arrays_of(Asked), dict[str, Any]()
-    for name in [field.name for field in fields(Asked)][4:]:  # behind those of the items themselves
+    for name in [item.name for item in fields(Asked)][4:]:  # behind those of the items themselves
         column = [row[name] for row in rows]
         columns[name] = np.array(column, dtype=arrays[name].dtype) if name in arrays else tuple(column)
     return Asked(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
 import numpy as np
@@ -29,7 +29,7 @@ from engram_lab.models.errors import LabError, PromptError, TargetError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Fact, LayerRows, Overlay, Patch, RowLookup
 from engram_lab.models.tables import addresses, memories
-from engram_lab.probes.base import Array, Progress, Record, versions
+from engram_lab.probes.base import Array, Progress, Record, role, versions
 from engram_lab.probes.upper_part import Example, UpperPart
 
 Method = Literal["closed_form", "optimised"]
@@ -49,10 +49,10 @@ class WriteReport(Record):
     different answers, of which a table can hold but one.
     """
 
-    layer: int
+    layer: int = field(metadata=role("name"))
     method: str
     scale: Annotated[np.ndarray, Array("fact", unit="length of the residual")]
-    answer_ids: tuple[tuple[int, ...], ...]
+    answer_ids: tuple[tuple[int, ...], ...] = field(metadata=role("name"))
     loss: Annotated[np.ndarray, Array("step", unit="nats")]
     probability_before: Annotated[np.ndarray, Array("fact", unit="probability")]
     probability_after: Annotated[np.ndarray, Array("fact", unit="probability")]

@@ -17,25 +17,10 @@ from typing import Any
 
 from engram_lab.models.errors import PromptError, first_line
 from engram_lab.models.handle import Handle
-from engram_lab.probes.base import Record
 from engram_lab.probes.kv.scenario import FIELD, Scenario, encode, prompt_ids
 
 _MARK = "\ue000"  # stands for a turn's text while a chat template is filled in
 ROUNDS = 3  # of each measurement of time, of which the shortest counts
-
-
-@dataclass(frozen=True, eq=False)
-class Timing(Record):
-    """Base of what was measured in seconds: no two runs agree on it, so that any two are equal."""
-
-    rounds: int  # of which the shortest counts
-    threads: int
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other)
-
-    def __hash__(self) -> int:
-        return hash(type(self))
 
 
 def seconds(*works: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> list[float]:

@@ -10,7 +10,7 @@ A key k cached at position p is moved by P with RoPE's rotations (arXiv 2104.098
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated
 
@@ -23,8 +23,8 @@ from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV, splice
 from engram_lab.models.kv_runs import Prefill, check_kv, prefill, recompute
 from engram_lab.models.rotary import Rotary, find_rotary, move
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
-from engram_lab.probes.kv.append import ROUNDS, Timing, behind, seconds
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, Timing, only, role
+from engram_lab.probes.kv.append import ROUNDS, behind, seconds
 from engram_lab.probes.kv.swap import check_request
 from engram_lab.probes.spans import texts_of
 from engram_lab.probes.stats import kl
@@ -81,7 +81,7 @@ class ComposeTiming(Timing):
     k: tuple[int, ...]  # for each the crossovers: the length from which on composing is faster at all longer ones too
     crossover_full: tuple[int, ...]  # [k] against the full prefill; 0 where there is none
     crossover_continued: tuple[int, ...]  # [k] against going on from the prefix
-    said: str
+    said: str = field(metadata=role("prose"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +89,10 @@ class ComposeResult(Record):
     """Composed against full; DEFINITIONS of its front says what each figure is."""
 
     name: str
-    said: str
+    said: str = field(metadata=role("prose"))
     n_prefix: int
     n_suffix: int
-    position: int  # where the block goes
+    position: int = field(metadata=role("name"))  # where the block goes
     token_texts: tuple[str, ...]  # of the block as given
     kinds: tuple[str, ...]  # [variant] of KINDS
     names: tuple[str, ...]  # [variant]
@@ -104,14 +104,14 @@ class ComposeResult(Record):
     same_top: Annotated[np.ndarray, Array("variant", dtype="bool")]
     same_decision: Annotated[np.ndarray, Array("variant", dtype="bool")]  # all true without answers
     largest_difference: Annotated[np.ndarray, Array("variant", unit="logits", dtype="float64")]
-    top_id: Annotated[np.ndarray, Array("variant", dtype="int64")]
-    top_texts: tuple[str, ...]  # [variant]
-    decisions: tuple[str, ...]  # [variant] the likeliest answer; "" without answers
+    top_id: Annotated[np.ndarray, Array("variant", dtype="int64", role="name")]
+    top_texts: tuple[str, ...] = field(metadata=role("spelled"))  # [variant]
+    decisions: tuple[str, ...] = field(metadata=role("spelled"))  # [variant] the likeliest answer; "" without answers
     lengths: Annotated[np.ndarray, Array("length", dtype="int64")]  # of the block; the first is as given
     full_tokens: Annotated[np.ndarray, Array("length", dtype="int64")]
-    full_top_texts: tuple[str, ...]  # [length] of the full prefill
-    full_decisions: tuple[str, ...]  # [length]
-    digests: tuple[str, str]  # of prefix and block as given, before and after
+    full_top_texts: tuple[str, ...] = field(metadata=role("spelled"))  # [length] of the full prefill
+    full_decisions: tuple[str, ...] = field(metadata=role("spelled"))  # [length]
+    digests: tuple[str, str] = field(metadata=role("hash"))  # of prefix and block as given, before and after
     timing: ComposeTiming | None = None
 
 

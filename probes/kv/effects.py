@@ -9,7 +9,7 @@ logits of the first tokens of the two answers:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV, KVEdit, swap_each
 from engram_lab.models.kv_runs import continue_from, prefill
-from engram_lab.probes.base import Array, Progress, Record
+from engram_lab.probes.base import Array, Progress, Record, role
 from engram_lab.probes.kv.scenario import Pair
 from engram_lab.probes.spans import texts_of
 from engram_lab.probes.stats import kl
@@ -95,7 +95,7 @@ class Effects(Record):
     flip: Annotated[np.ndarray, Array("variant", dtype="bool")]
     prob_old: Annotated[np.ndarray, Array("variant", unit="probability", dtype="float64")]
     prob_new: Annotated[np.ndarray, Array("variant", unit="probability", dtype="float64")]
-    top_id: Annotated[np.ndarray, Array("variant", dtype="int64")]
+    top_id: Annotated[np.ndarray, Array("variant", dtype="int64", role="name")]
     cosine: Annotated[np.ndarray, Array("variant", dtype="float64")]
     kl: Annotated[np.ndarray, Array("variant", unit="nats", dtype="float64")]
 
@@ -140,8 +140,8 @@ class Oracle(Record):
     score: tuple[float, float]
     prob_old: tuple[float, float]  # of the old answer
     prob_new: tuple[float, float]
-    top_ids: tuple[int, int]
-    top_texts: tuple[str, str]
+    top_ids: tuple[int, int] = field(metadata=role("name"))
+    top_texts: tuple[str, str] = field(metadata=role("spelled"))
     cosine: float  # of the clean runs' logits
     kl: float  # KL(new || old), nats
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -22,8 +22,8 @@ from engram_lab.models.errors import LabError, TargetError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV
 from engram_lab.models.kv_runs import check_kv, prefill
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
-from engram_lab.probes.kv.append import ROUNDS, Added, Timing, added, seconds
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, Timing, only, role
+from engram_lab.probes.kv.append import ROUNDS, Added, added, seconds
 from engram_lab.probes.kv.effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.scenario import Pair, Scenario, answer_ids, prepare, prompt_ids
 from engram_lab.probes.kv.swap import check_request
@@ -73,7 +73,7 @@ class Chain(Record):
     values: tuple[str, ...]  # [step]
     answers: tuple[str, ...]  # [step] due after it
     corrections: tuple[str, ...]  # [step] as worded
-    thresholds: tuple[int, ...]  # [policy]
+    thresholds: tuple[int, ...] = field(metadata=role("name"))  # [policy]
     anew: Annotated[np.ndarray, Array("policy", "step", dtype="bool")]  # prefilled at this step
     computed: Annotated[np.ndarray, Array("policy", "step", dtype="int64")]
     served: Annotated[np.ndarray, Array("policy", "step", dtype="int64")]
@@ -82,7 +82,7 @@ class Chain(Record):
     right: Annotated[np.ndarray, Array("policy", "step", dtype="bool")]
     margin: Annotated[np.ndarray, Array("policy", "step", unit="logits", dtype="float64")]  # to the best other answer
     prob: Annotated[np.ndarray, Array("policy", "step", unit="probability", dtype="float64")]  # of the answer due
-    said: tuple[str, ...]  # [policy] in a sentence
+    said: tuple[str, ...] = field(metadata=role("prose"))  # [policy] in a sentence
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,22 +100,24 @@ class ErratumResult(Record):
     name: str
     pair: Pair
     oracle: Oracle
-    said: str  # what the correction did, in a sentence
+    said: str = field(metadata=role("prose"))  # what the correction did, in a sentence
     variants: tuple[str, ...]  # [variant] of SAID
     texts: tuple[str, ...]  # [variant] what was said, without the question
     effects: Effects
-    third_id: int  # first token of the third value as an answer; -1 if it is none, or begins as another answer
+    # first token of the third value as an answer; -1 if it is none, or begins as another answer
+    third_id: int = field(metadata=role("name"))
     prob_third: Annotated[np.ndarray, Array("variant", unit="probability", dtype="float64")]  # NaN without one
-    leader: Annotated[np.ndarray, Array("variant", dtype="int64")]  # the likeliest answer: 0 old, 1 new, 2 third
+    # the likeliest answer: 0 old, 1 new, 2 third
+    leader: Annotated[np.ndarray, Array("variant", dtype="int64", role="name")]
     due: Annotated[
-        np.ndarray, Array("variant", dtype="int64")
+        np.ndarray, Array("variant", dtype="int64", role="name")
     ]  # the one that the text calls for; -1: a third one, not known
     computed: Annotated[np.ndarray, Array("variant", dtype="int64")]
     served: Annotated[np.ndarray, Array("variant", dtype="int64")]
     full: int  # tokens of a full recompute of the corrected prompt
     chain: Chain | None
     no_chain: str  # why there is none
-    digests: tuple[str, str]
+    digests: tuple[str, str] = field(metadata=role("hash"))
     timing: ErratumTiming | None = None
 
 

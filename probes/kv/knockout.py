@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
@@ -20,7 +20,7 @@ from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KV, KVEdit, blank_each, swap_each
 from engram_lab.models.kv_runs import check_kv, continue_from, prefill
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only, role
 from engram_lab.probes.kv.effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.scenario import Pair, Scenario, prepare
 from engram_lab.probes.kv.swap import check_request
@@ -72,7 +72,7 @@ class Anecdote(Record):
     claim: str
     variants: tuple[str, ...]  # what it was tried with
     held: tuple[bool, ...]  # [variant]
-    said: str
+    said: str = field(metadata=role("prose"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,16 +87,16 @@ class KnockoutResult(Record):
     oracle: Oracle
     targets: tuple[str, ...]  # [variant]
     hows: tuple[str, ...]
-    draw: Annotated[np.ndarray, Array("variant", dtype="int64")]  # of the random ones, else -1
+    draw: Annotated[np.ndarray, Array("variant", dtype="int64", role="name")]  # of the random ones, else -1
     positions: tuple[tuple[int, ...], ...]  # [variant]
     effects: Effects
     margin: Annotated[np.ndarray, Array("variant", unit="logits", dtype="float64")]
     margin_clean: float
     kept: Annotated[np.ndarray, Array("variant", dtype="bool")]
-    top_texts: tuple[str, ...]  # [variant] the most likely token
+    top_texts: tuple[str, ...] = field(metadata=role("spelled"))  # [variant] the most likely token
     anecdotes: tuple[Anecdote, ...]
     left_out: tuple[str, ...]  # targets that this prompt has no position of
-    digests: tuple[str, str]
+    digests: tuple[str, str] = field(metadata=role("hash"))
 
 
 CONFIG, RESULT = KnockoutConfig, KnockoutResult

@@ -8,7 +8,7 @@ and are not run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -17,7 +17,7 @@ from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KVEdit
 from engram_lab.models.kv_runs import check_kv
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, role
 from engram_lab.probes.kv.effects import (
     Oracle,
     differing,
@@ -56,15 +56,15 @@ class MapResult(Record):
     name: str
     pair: Pair
     oracle: Oracle
-    said: str
-    groups: tuple[tuple[int, ...], ...]  # [group] blocks
+    said: str = field(metadata=role("prose"))
+    groups: tuple[tuple[int, ...], ...] = field(metadata=role("name"))  # [group] blocks
     group_names: tuple[str, ...]
     recovery: Annotated[np.ndarray, Array("group", "position", unit="share", dtype="float64")]
     flip: Annotated[np.ndarray, Array("group", "position", dtype="bool")]
     kl: Annotated[np.ndarray, Array("group", "position", unit="nats", dtype="float64")]
     differs: Annotated[np.ndarray, Array("position", dtype="bool")]  # whether the caches do; the others were not run
     n_forwards: int
-    digests: tuple[str, str]
+    digests: tuple[str, str] = field(metadata=role("hash"))
 
 
 CONFIG, RESULT = MapConfig, MapResult

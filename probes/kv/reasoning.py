@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import stack, swap
 from engram_lab.models.kv_runs import check_kv, continue_from, generate
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, role
 from engram_lab.probes.kv.append import behind, closing, tail
 from engram_lab.probes.kv.effects import Effects, Oracle, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.scenario import Pair, Scenario, prepare
@@ -59,7 +59,7 @@ class ReasoningResult(Record):
     name: str
     pair: Pair
     oracle: Oracle  # without cue and question
-    said: str
+    said: str = field(metadata=role("prose"))
     direct: Effects  # by source, from the caches as they are, as in the swap ladder
     sources: tuple[str, ...]  # [variant] of SOURCES
     tokens: Annotated[np.ndarray, Array("variant", dtype="int64")]  # asked for
@@ -68,7 +68,7 @@ class ReasoningResult(Record):
     holds: Annotated[np.ndarray, Array("variant", dtype="bool")]
     texts: tuple[str, ...]  # [variant] what was written
     question: str  # what is asked at the end
-    digests: tuple[str, str]
+    digests: tuple[str, str] = field(metadata=role("hash"))
 
 
 CONFIG, RESULT = ReasoningConfig, ReasoningResult

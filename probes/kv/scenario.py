@@ -7,14 +7,14 @@ cache can reach: the last token runs again on what was edited (models.kv). What 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
 
 from engram_lab.models.errors import AlignmentError, DataError, PromptError, TargetError, first_line
 from engram_lab.models.handle import Handle
-from engram_lab.probes.base import Array, Record
+from engram_lab.probes.base import Array, Record, role
 from engram_lab.probes.spans import spans_of, texts_of
 
 FIELD = "{field}"
@@ -80,7 +80,7 @@ class Pair(Record):
     field_stop: int  # the position behind its last
     extended: bool
     split: bool
-    answer_ids: tuple[int, int]  # first tokens, which are what is compared
+    answer_ids: tuple[int, int] = field(metadata=role("name"))  # first tokens, which are what is compared
     answer_texts: tuple[str, str]  # of these tokens
     answer_lengths: tuple[int, int]  # tokens of the whole answers
 

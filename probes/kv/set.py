@@ -8,7 +8,7 @@ contrast: recovery of the field alone minus that of everything behind it, with a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -17,7 +17,7 @@ from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KVEdit, blank_each
 from engram_lab.models.kv_runs import check_kv, continue_from
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only, role
 from engram_lab.probes.kv.effects import edited, effects, oracle, oracle_sentence, run_clean
 from engram_lab.probes.kv.knockout import answer_kept, notes
 from engram_lab.probes.kv.scenario import Pair, Scenario, prepare
@@ -79,7 +79,7 @@ class SetResult(Record):
     contrast: Annotated[np.ndarray, Array("kind", unit="share", dtype="float64")]
     contrast_low: Annotated[np.ndarray, Array("kind", unit="share", dtype="float64")]
     contrast_high: Annotated[np.ndarray, Array("kind", unit="share", dtype="float64")]
-    said: tuple[str, ...]  # [kind]
+    said: tuple[str, ...] = field(metadata=role("prose"))  # [kind]
 
 
 CONFIG, RESULT = SetConfig, SetResult

@@ -9,7 +9,7 @@ random from those behind the field; all; none. The claim under test, that answer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -19,7 +19,7 @@ from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import PARTS, KVEdit, swap
 from engram_lab.models.kv_runs import check_kv, continue_from
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only
+from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only, role
 from engram_lab.probes.kv.effects import (
     Clean,
     Effects,
@@ -84,14 +84,14 @@ class SwapResult(Record):
     layer_names: tuple[str, ...]  # of the blocks that were edited
     pair: Pair
     oracle: Oracle
-    said: str  # what the ladder shows, in a sentence
+    said: str = field(metadata=role("prose"))  # what the ladder shows, in a sentence
     steps: tuple[str, ...]  # [variant] field, downstream, last, best, random, all, self
     names: tuple[str, ...]  # [variant]
     positions: tuple[tuple[int, ...], ...]  # [variant]
     k: Annotated[np.ndarray, Array("variant", dtype="int64")]
-    draw: Annotated[np.ndarray, Array("variant", dtype="int64")]  # of the random ones, else -1
+    draw: Annotated[np.ndarray, Array("variant", dtype="int64", role="name")]  # of the random ones, else -1
     effects: Effects
-    position: Annotated[np.ndarray, Array("position", dtype="int64")]
+    position: Annotated[np.ndarray, Array("position", dtype="int64", role="name")]
     single: Effects
     random_k: Annotated[np.ndarray, Array("size", dtype="int64")]
     random_mean: Annotated[np.ndarray, Array("size", unit="share", dtype="float64")]  # of the recovery
@@ -100,7 +100,7 @@ class SwapResult(Record):
     random_high: Annotated[np.ndarray, Array("size", unit="share", dtype="float64")]
     self_equal: bool  # K, V of all layers swapped with themselves: the same bits as the clean old run
     all_equal: bool  # all from the donor: the same bits as the clean new run
-    digests: tuple[str, str]  # of the caches (old, new), before and after
+    digests: tuple[str, str] = field(metadata=role("hash"))  # of the caches (old, new), before and after
 
 
 CONFIG, RESULT = SwapConfig, SwapResult

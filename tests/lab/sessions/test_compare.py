@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+import typing
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engram_lab.lab.fronts import FRONTS
 from engram_lab.lab.fronts import facts_alternatives as front
 from engram_lab.lab.sessions import compare
 from engram_lab.lab.sessions.compare import Field, fields, verdict
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
-from engram_lab.probes import gates, rows
+from engram_lab.probes import gates, module_of, rows
 from engram_lab.probes import lens as lens_probe
-from engram_lab.probes.base import Report
+from engram_lab.probes.base import Record, Report, Role, held_by
 from engram_lab.probes.facts import alternatives
 from engram_lab.probes.gates import GatesConfig
 from engram_lab.probes.kv import compose, swap
@@ -108,6 +112,46 @@ def test_nan_and_infinity(report: Report) -> None:
     assert got.word == "changed" and got.largest == np.inf
 
 
+# What each field stood for before the probes said it themselves; all else is an amount.
+ROLES: dict[Role, set[str]] = {
+    "hash": {"digests"},
+    "prose": {"said"},
+    "spelled": {
+        "token_names", "top_texts", "full_top_texts", "decisions", "full_decisions", "said_before", "said_after",
+        "rival_texts", "promoted_texts", "suppressed_texts", "target_names",
+    },
+    "name": {
+        "sentence", "pos_a", "pos_b", "fact", "fact_of", "char_start", "char_end", "draw", "leader", "due", "row",
+        "prime", "position", "layer", "layers", "order", "head", "thresholds", "sizes", "quantiles", "groups",
+    },
+}  # fmt: skip
+RANKS = {"promoted": "promoted_ids", "suppressed": "suppressed_ids", "top_probs": "top_ids"}
+
+
+def records(kind: Any) -> set[type[Record]]:
+    """The records that a type is made of, itself and at any depth."""
+    if isinstance(kind, type) and issubclass(kind, Record):
+        hints = typing.get_type_hints(kind, include_extras=True)
+        return {kind}.union(*(records(hints[item.name]) for item in dataclasses.fields(kind)))
+    return set().union(*map(records, typing.get_args(kind)))
+
+
+@pytest.mark.parametrize("probe", FRONTS)
+def test_each_field_says_what_it_stands_for(probe: str) -> None:
+    for kind in records(module_of(probe).RESULT):
+        for name, held in held_by(kind).items():
+            ids = name.endswith(("_id", "_ids", "_index"))
+            role = "name" if ids else next((role for role, names in ROLES.items() if name in names), "amount")
+            assert (held.role, held.ranks) == (role, RANKS.get(name, "")), f"{kind.__name__}.{name}"
+            if held.ranks:
+                assert held_by(kind)[held.ranks].role == "name"
+
+
+def test_what_compares_runs_needs_no_torch() -> None:
+    code = "import sys, engram_lab.lab.sessions.compare; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_near_ties_may_turn_one_in_a_hundred() -> None:
     ranks = np.arange(250).reshape(5, 50)
     for turned in (2, 3):
@@ -115,7 +159,8 @@ def test_near_ties_may_turn_one_in_a_hundred() -> None:
         other.ravel()[:turned] += 1
         for name in ("target_rank", "top_texts"):
             a, b = (own if name == "target_rank" else own.astype(str).astype(object) for own in (ranks, other))
-            field = Field(f"models[0].{name}", "discrete" if a is ranks else "text", ("layer", "pos"), "", a, b)
+            kind: tuple[compare.Kind, Role] = ("discrete", "amount") if a is ranks else ("text", "spelled")
+            field = Field(f"models[0].{name}", kind[0], ("layer", "pos"), "", a, b, role=kind[1])
             assert field.differ == turned and not field.equal
             said = None if turned == 2 else f"models[0].{name}: 3 of 250 differ"
             assert field.wrong(0.0) == said
