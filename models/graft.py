@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +81,17 @@ def load_graft(folder: Path) -> Graft:
         if stored.pop("format") != FORMAT:
             raise ValueError("it is of another version")
         stored["layers"] = tuple(stored["layers"])
-        found = Graft(**stored)
-        for field in fields(Graft):
-            value = getattr(found, field.name)
-            if type(value).__name__ != str(field.type).partition("[")[0]:
-                raise ValueError(f"{field.name} is {value!r}")
-        if not all(type(layer) is int for layer in found.layers):
-            raise ValueError(f"layers is {found.layers!r}")
-        return found
+        spec = Graft(**stored)
+        kinds: dict[str, type] = {
+            "layers": tuple,
+            **dict.fromkeys(("base", "base_fingerprint", "gate", "map_sha256"), str),
+        }
+        for name, value in vars(spec).items():
+            if type(value) is not kinds.get(name, int):  # not isinstance: true is no number
+                raise ValueError(f"{name} is {value!r}")
+        if not all(type(layer) is int for layer in spec.layers):
+            raise ValueError(f"layers is {spec.layers!r}")
+        return spec
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{folder / FILE} is not a graft of this lab ({error}): graft the memory again."

@@ -131,10 +131,6 @@ class KV:
             digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
         return digest.hexdigest()[:16]
 
-    def to_cache(self) -> Cache:
-        """A transformers cache in memory of its own, to run on or to edit."""
-        return shared_cache(self.copy())
-
 
 @dataclass(frozen=True)
 class KVEdit:
@@ -159,19 +155,12 @@ def swap_each(stale: KV, donor: KV, edits: Sequence[KVEdit]) -> KV:
     return _replace(_single(stale).expand(len(edits)), _single(donor).expand(len(edits)), edits)
 
 
-def blank(
-    kv: KV, positions: Sequence[int], how: str = "zero", layers: Sequence[int] | None = None, part: str = "kv"
-) -> KV:
-    """`kv` with K and/or V at `positions` set to zero, or to their mean over all positions of the cache.
-
-    The mean is that of the keys as cached, after rotation. The token history of an Engram stays: it is the text's.
-    """
-    edit = KVEdit(tuple(positions), None if layers is None else tuple(layers), part)
-    return _replace(kv, _blanked(kv, how), [edit] * kv.batch)
-
-
 def blank_each(kv: KV, edits: Sequence[KVEdit], how: str = "zero") -> KV:
-    """A batch with one row for each edit of the one text `kv` (batch 1); see blank."""
+    """A batch with one row for each edit of the one text `kv` (batch 1): its positions are zero, or their mean.
+
+    The mean is over all positions of the cache, of the keys as cached, after rotation. The token history of an Engram
+    stays: it is the text's. KVError for a place that the cache does not have, or another `how`.
+    """
     return _replace(_single(kv).expand(len(edits)), _blanked(kv, how).expand(len(edits)), edits)
 
 
@@ -231,7 +220,7 @@ def join(caches: Sequence[KV], axis: int, positions: Tensor) -> KV:
 
 
 def _blanked(kv: KV, how: str) -> KV:
-    """What blank() puts in: every position zero or the mean, the token history as it is."""
+    """What blank_each() puts in: every position zero or the mean, the token history as it is."""
     if how not in ("zero", "mean"):
         raise KVError(f'A position is blanked with "zero" or "mean", not with "{how}".')
 

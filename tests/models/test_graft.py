@@ -178,7 +178,9 @@ def test_a_graft_without_its_base_is_refused(checkpoint: Path, tmp_path: Path) -
     for change, sentence in (
         ({"layers": ["1"]}, "not a graft of this lab"),
         ({"layers": 1}, "not a graft"),
-        ({"heads": 2.5}, "not a graft"),
+        ({"heads": 2.5}, r"not a graft of this lab \(heads is 2\.5\)"),
+        ({"seed": True}, r"seed is True"),
+        ({"gate": 1}, r"gate is 1"),
         ({"format": "x"}, "another version"),
         ({"more": 1}, "not a graft"),
         ({"rows_per_head": 10**12}, "rows_per_head 1000000000000"),

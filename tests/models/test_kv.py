@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache as once
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import DynamicCache, GraniteMoeHybridConfig, GraniteMoeHybridF
 from engram_lab.models import EngramConfig, EngramForCausalLM
 from engram_lab.models.errors import PromptError
 from engram_lab.models.handle import Handle, open_model
-from engram_lab.models.kv import KV, KVEdit, KVError, blank, blank_each, splice, stack, swap, swap_each
+from engram_lab.models.kv import KV, KVEdit, KVError, blank_each, shared_cache, splice, stack, swap, swap_each
 from engram_lab.models.kv_runs import check_kv, continue_from, generate, prefill, recompute
 from engram_lab.models.rotary import move
 from engram_lab.models.tables import memories
@@ -59,6 +60,10 @@ def text(seed: int = 0, length: int = N) -> Tensor:
 def bare(handle: Handle, ids: Tensor, **options: Any) -> Any:
     with handle.running():
         return handle.model(ids, **options)
+
+
+def blank(kv: KV, positions: Sequence[int], how: str = "zero", layers: tuple[int, ...] | None = None) -> KV:
+    return blank_each(kv, [KVEdit(tuple(positions), layers)], how)
 
 
 def same(one: KV, other: KV) -> bool:
@@ -120,7 +125,7 @@ def test_an_edit_is_the_one_made_by_hand_on_transformers_cache(handle: Handle) -
     stale, donor = (prefill(handle, text(seed)).kv.first(N - 1) for seed in (0, 1))
     last = text(0)[:, -1:]
     for layers, part in [((1,), "kv"), ((0, 2), "k"), (None, "v")]:
-        cache = stale.to_cache()
+        cache = shared_cache(stale.copy())
         for layer in layers or range(handle.n_layers):
             for name, source in (("keys", donor.keys), ("values", donor.values)):
                 if name[0] in part:
@@ -152,7 +157,7 @@ def test_batched_edits_are_the_single_ones(handle: Handle) -> None:
 def test_blanking(handle: Handle) -> None:
     kv = prefill(handle, text()).kv
     before = kv.digest()
-    zero, mean = blank(kv, [2, 5], layers=[1]), blank(kv, [2], "mean", part="v")
+    zero, mean = blank(kv, [2, 5], layers=(1,)), blank_each(kv, [KVEdit((2,), None, "v")], "mean")
     assert not zero.keys[1][:, :, [2, 5]].any() and not zero.values[1][:, :, [2, 5]].any()
     assert torch.equal(zero.keys[1][:, :, 3:5], kv.keys[1][:, :, 3:5]) and torch.equal(zero.keys[0], kv.keys[0])
     by_hand = sum(kv.values[0][:, :, n] for n in range(N)) / N
@@ -176,8 +181,8 @@ def test_a_window_leaves_out_what_it_should_from_a_cache_that_keeps_everything()
     assert close(continue_from(windowed, kv, text(1, 1)), step)
     # Layer 0 no longer sees position 2, the full layer 1 does.
     clean = continue_from(windowed, kv, text(1, 1))
-    assert torch.equal(continue_from(windowed, blank(kv, [2], layers=[0]), text(1, 1)), clean)
-    assert not torch.equal(continue_from(windowed, blank(kv, [2], layers=[1]), text(1, 1)), clean)
+    assert torch.equal(continue_from(windowed, blank(kv, [2], layers=(0,)), text(1, 1)), clean)
+    assert not torch.equal(continue_from(windowed, blank(kv, [2], layers=(1,)), text(1, 1)), clean)
 
 
 def test_greedy_generation_is_transformers_own(handle: Handle) -> None:

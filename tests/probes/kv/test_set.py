@@ -10,7 +10,7 @@ import pytest
 
 from engram_lab.models.errors import Cancelled, DataError, LabError
 from engram_lab.models.handle import Handle
-from engram_lab.models.kv import blank
+from engram_lab.models.kv import KVEdit, blank_each
 from engram_lab.models.kv_runs import continue_from
 from engram_lab.probes.kv import swap
 from engram_lab.probes.kv.effects import run_clean
@@ -66,7 +66,7 @@ def test_every_row_against_the_ladder_and_a_blank_by_itself(handle: Handle) -> N
             ("notes mean", "mean", signs),
             ("downstream zero", "zero", pair.downstream),
         ]:
-            logits = continue_from(handle, blank(clean.stale, positions, how), clean.last)[0, -1]
+            logits = continue_from(handle, blank_each(clean.stale, [KVEdit(tuple(positions))], how), clean.last)[0, -1]
             kept = logits[pair.answer_ids[0]] > logits[pair.answer_ids[1]]
             if alone.oracle.top[0]:
                 kept &= logits.argmax() == pair.answer_ids[0]
