@@ -1,11 +1,10 @@
 """One module for each probe: how it is asked for on the command line, and its report as rows and as a figure.
 
-A front has add_arguments(parser), config(args), options(config), files(config), view(config), rows(report),
-figure(report, mode, handles), ENTRY for the reference, and COMPARED, the measures whose difference between two runs is
-shown first. With several figures that need no choice of the reader's it has figures(report, mode, handles). `view`
-gives the widgets and files with
-which its page makes the request again, or LabError where no setting does; a front whose request may leave something to
-the model (the last position, the deepest layer) has settled(report), the request as its page makes it.
+A front has ASK (lab.ask.request.Ask: flags, request, flags again, files, and the view that opens its page),
+rows(report), figure(report, mode, handles), DEFINITIONS and ENTRY for the reference, and COMPARED, the measures whose
+difference between two runs is shown first. With several figures that need no choice of the reader's it has
+figures(report, mode, handles); where a request may leave something to the model (the last position, the deepest layer),
+settled(report), the request as its page makes it.
 """
 
 from __future__ import annotations
