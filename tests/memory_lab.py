@@ -81,6 +81,11 @@ def few_texts(folder: Path, scenarios: Sequence[Scenario]) -> Iterator[None]:
 def served(models: Path) -> Iterator[pytest.MonkeyPatch]:
     """The app's shipped models are those of this folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(listing, "SHIPPED", models)
-        patch.setattr(card, "MODELS", models)
+        serve(models, patch)
         yield patch
+
+
+def serve(models: Path, patch: pytest.MonkeyPatch) -> None:
+    """The same until the patch is undone; where a test patches as well, it has to be by the test's own patch."""
+    patch.setattr(listing, "SHIPPED", models)
+    patch.setattr(card, "MODELS", models)

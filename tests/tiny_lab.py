@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -101,7 +100,7 @@ def memory_models(tmp_path_factory: pytest.TempPathFactory, shipped: Path, token
 
 
 @pytest.fixture
-def lab_with_memories(memory_models: Path) -> Iterator[Path]:
+def lab_with_memories(memory_models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An app whose shipped models are those of tests.memory_lab."""
-    with memory_lab.served(memory_models):
-        yield memory_models
+    memory_lab.serve(memory_models, monkeypatch)
+    return memory_models

@@ -22,7 +22,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def lab_of_twins(shipped: Path) -> Iterator[Path]:
+def lab_of_twins(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An app whose shipped models are the tiny twins."""
-    with memory_lab.served(shipped):
-        yield shipped
+    memory_lab.serve(shipped, monkeypatch)
+    return shipped
