@@ -329,7 +329,7 @@ def test_a_run_that_the_computer_has_no_memory_for_leaves_a_working_app() -> Non
         at = AppTest.from_file("lab/app/entry.py", default_timeout=200)
         at.query_params["against"] = "nothing"
         at.run()
-        at.switch_page("../pages/lens.py").run()
+        at.switch_page("../../pages/lens.py").run()
         assert not at.error and not at.exception and len(at.get("plotly_chart")) > 1
         gc.collect()
         limit = psutil.Process().memory_info().vms + (16 << 20)
