@@ -173,7 +173,9 @@ def _test(copy: Path, changed: str, arguments: list[str], found: Path) -> NoRetu
     paths = [str(copy.parent), str(copy)]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # for programs that the tests start
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no", "-rfE", "-m", "not slow and not browser"]
+    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
+    if "slow:" in (copy / "pyproject.toml").read_text(encoding="utf-8"):  # as `make test`
+        options += ["-m", "not slow and not browser"]
     code = 70
     try:
         code = int(pytest.main([*options, *arguments]))
