@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -16,6 +18,13 @@ from engram_lab.lab.app.access import Guard, is_readable_by_others, read_passwor
 from engram_lab.models.errors import LabError
 
 PASSWORD = "hunter: höhle"
+T = TypeVar("T")
+
+
+def run(job: Coroutine[Any, Any, T]) -> T:
+    """In a thread of its own: the browser's tests may have left an event loop in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, job).result()
 
 
 async def inside(scope: Any, receive: Any, send: Any) -> None:
@@ -33,7 +42,7 @@ def asked(guard: Guard, *paths: str, host: str = "localhost:8501", **headers: st
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             return [await client.get(path, headers={"host": host, **named}) for path in paths]
 
-    return asyncio.run(ask())
+    return run(ask())
 
 
 def status(guard: Guard, host: str = "localhost:8501", **headers: str) -> int:
@@ -140,7 +149,7 @@ def test_wrong_passwords_wait_for_each_other_and_nobody_else_does(
             before = len(done)
             return await asyncio.gather(*guesses), done, before
 
-    codes, done, before = asyncio.run(attack())
+    codes, done, before = run(attack())
     assert codes == [401] * 6
     assert before < 6, "it waited until all of them were answered"
     assert all(at >= (n + 1) * access.WRONG_SECONDS - 0.01 for n, at in enumerate(sorted(done)))
@@ -155,7 +164,7 @@ def test_more_wrong_passwords_than_can_wait_are_turned_away(locked: Guard, monke
             tries = [client.get("/", headers={"authorization": basic(str(n))}) for n in range(5)]
             return [response.status_code for response in await asyncio.gather(*tries)]
 
-    assert sorted(asyncio.run(attack())) == [401, 401, 429, 429, 429]
+    assert sorted(run(attack())) == [401, 401, 429, 429, 429]
     assert status(locked, authorization=basic(PASSWORD)) == 200
 
 
@@ -184,7 +193,7 @@ def test_a_websocket_is_guarded_the_same(locked: Guard, name: str) -> None:
     async def receive() -> Any:
         return {"type": "websocket.connect"}
 
-    asyncio.run(locked(scope, receive, send))
+    run(locked(scope, receive, send))
     assert [m["type"] for m in sent] == ["websocket.http.response.start", "websocket.http.response.body"]
     assert sent[0]["status"] == (403 if name == "evil.example" else 401)
 

@@ -96,9 +96,9 @@ def test_a_kill_loses_at_most_the_run_in_progress(url: str, tmp_path: Path, cont
 
 
 @pytest.mark.slow
-def test_a_kill_while_the_store_is_made(tmp_path: Path, context: BaseContext) -> None:
+def test_a_kill_while_the_store_is_made(tmp_path: Path, context: BaseContext, made: Report) -> None:
     moments = random.Random(7)
-    made = 0
+    kept = 0
     for n in range(OPENING_KILLS):
         url = f"sqlite:///{tmp_path / str(n) / 'store.db'}"
         listening, telling = context.Pipe(duplex=False)
@@ -112,13 +112,13 @@ def test_a_kill_while_the_store_is_made(tmp_path: Path, context: BaseContext) ->
         child.join()
         listening.close()
         store = open_store(url)
-        made += bool(check(store))
+        kept += bool(check(store))
         store.save(made_probe.report(MOST), "b", note=f"up to {MOST}", tags=["t"], view=writers.VIEW,
                    attachments={"x": b"%d" % MOST})  # fmt: skip
         assert MOST in check(store)
         store.dispose()
         sound(url)
-    assert made < OPENING_KILLS  # some were killed before their first run was kept
+    assert kept < OPENING_KILLS  # some were killed before their first run was kept
 
 
 @pytest.mark.slow
