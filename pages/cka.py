@@ -19,7 +19,6 @@ from engram_lab.probes.points import ENTITY, LAST, Sentence, read_sentences, tak
 
 FIRST = 200  # sentences that the page opens with: enough for narrow intervals, and seconds to run
 HALF = 475  # pixels of a chart, of which two fit side by side on a wide window
-# The kinds of points, in the words of the URL.
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 import streamlit as st
 import torch
 
-from engram_lab.lab.app import page, runner
+from engram_lab.lab.app import asked, page, runner
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.theme import PALETTES, translucent
@@ -222,12 +222,10 @@ def _asked(probe: str, config: Record) -> Report | None:
 
 def density(handle: Handle, facts: tuple[StatedFact, ...], writing: Writing) -> None:
     """Recall over the number of facts written together, and two users on top of each other."""
-    sizes = st.pills(
-        "Facts written together", [n for n in SIZES if n <= len(facts)], selection_mode="multi",
-        default=[n for n in SIZES if n <= len(facts)], key=f"facts_sizes.{len(facts)}",
-    )  # fmt: skip
-    stacks = st.toggle("Two users on top of each other", True, key="facts_stacks", bind="query-params")
-    report = _asked("facts density", DensityConfig((handle.name,), facts, writing, tuple(sorted(sizes)), stacks))
+    offered = [n for n in SIZES if n <= len(facts)]
+    sizes = asked.several(facts_density.SIZES, offered, default=offered, key=f"facts_sizes.{len(facts)}")
+    stacks = asked.switch(facts_density.STACKS)
+    report = _asked("facts density", DensityConfig((handle.name,), facts, writing, tuple(sizes), stacks))
     if report is None:
         return
     figure = facts_density.figure(report, runner.mode())
@@ -253,25 +251,16 @@ def layers(handle: Handle, facts: tuple[StatedFact, ...], writing: Writing) -> N
 
 def alternatives(handle: Handle, facts: tuple[StatedFact, ...], writing: Writing) -> None:
     """LoRA, the prompt and retrieval on the same facts."""
-    with st.container(horizontal=True, vertical_alignment="bottom"):
-        offered = facts_alternatives.RANKS
-        ranks = st.pills("Ranks of LoRA", offered, selection_mode="multi", default=offered, key="facts_ranks")
-        n = st.number_input(
-            "Unrelated texts",
-            1,
-            len(texts.held_out()),
-            min(UNRELATED, len(texts.held_out())),
-            key="facts_unrelated",
-            bind="query-params",
-            width=160,
-        )
-        best = st.number_input(
-            "Facts retrieved", 0, facts_alternatives.MOST, facts_alternatives.BEST, key="facts_best", width=160
-        )
+    row, ours = st.container(horizontal=True, vertical_alignment="bottom"), texts.held_out()
+    offered = facts_alternatives.RANKS.offered
+    ranks = asked.several(facts_alternatives.RANKS, offered, row, offered)
+    n = asked.number(
+        facts_alternatives.UNRELATED_TEXTS, row, high=len(ours), value=min(UNRELATED, len(ours)), width=160
+    )
+    best = asked.number(facts_alternatives.BEST, row, width=160)
     config = facts_alternatives.request(
-        (handle.name,), facts, texts.held_out()[: int(n)], int(best), writing=writing,
-        ranks=tuple(sorted(ranks, reverse=True)),
-    )  # fmt: skip
+        (handle.name,), facts, ours[:n], best, writing=writing, ranks=tuple(sorted(ranks, reverse=True))
+    )
     report = _asked("facts alternatives", config)
     if report is None:
         return

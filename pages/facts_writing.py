@@ -13,11 +13,11 @@ import pandas as pd
 import streamlit as st
 import torch
 
-from engram_lab.lab.app import page, runner
+from engram_lab.lab.app import asked, page, runner
 from engram_lab.lab.app.fact_users import FIRST, User, Written, apart, take_up, users
 from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import texts
-from engram_lab.lab.ask.parts import METHODS, STEPS
+from engram_lab.lab.ask.parts import METHOD, STEPS, UNRELATED_TEXTS
 from engram_lab.lab.draw import labels
 from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
@@ -166,26 +166,17 @@ def the_writing(handle: Handle, user: User) -> Writing:
             "Memory layer", layers, index=len(layers) - 1, key="facts_layer", bind="query-params", width=150,
             help="The block that reads the rows; the deepest one by default.",
         )  # fmt: skip
-        method = st.segmented_control(
-            "Method", list(METHODS), default="optimised", required=True, key="facts_method", bind="query-params",
-            help="By formula, or trained from that start.",
-        )  # fmt: skip
-        trained = METHODS[method] == "optimised"
-        steps = st.number_input(
-            "Steps", 0, STEPS, 15, key="facts_steps", bind="query-params", width=130, disabled=not trained,
-            help="Of Adam, for the optimised method.",
-        )  # fmt: skip
-    return Writing(user.name, int(layer), METHODS[method], int(steps))
+        method = asked.choice(METHOD, st.container(width="content"))
+        steps = asked.number(STEPS, st.container(width=130), disabled=method != "optimised")
+    return Writing(user.name, int(layer), method, steps)
 
 
 def check_request(handle: Handle, facts: tuple[StatedFact, ...], writing: Writing) -> CheckConfig:
     """The request of "facts check", with unrelated texts. Raises LabError."""
     ours = texts.held_out()
-    n = st.number_input(
-        "Unrelated texts", 0, len(ours), min(facts_files.N_TEXTS, len(ours)), key="facts_texts", bind="query-params",
-        width=160, help="Sentences that have nothing to do with the facts, compared before and after.",
-    )  # fmt: skip
-    return CheckConfig((handle.name,), facts, writing, ours[: int(n)])
+    first = min(UNRELATED_TEXTS.default, len(ours))
+    n = asked.number(UNRELATED_TEXTS, high=len(ours), value=first, width=160)
+    return CheckConfig((handle.name,), facts, writing, ours[:n])
 
 
 # --- Writing and undoing ---------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ import math
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab.app import page, runner
+from engram_lab.lab.app import asked, page, runner
 from engram_lab.lab.ask import texts
+from engram_lab.lab.fronts import gates as front
 from engram_lab.lab.fronts import gates_figures, reference
 from engram_lab.lab.fronts.gates import ALL_LAYERS, AS_IT_IS
 from engram_lab.lab.fronts.gates_figures import CHANGED, CONTROL_NAMES, KNOCK_OUT
@@ -51,20 +52,9 @@ def which(found: list[Handle], container: st.delta_generator.DeltaGenerator) -> 
     return found[names.index(container.selectbox("Model shown", names, key="of", bind="query-params", width=230))]
 
 
-def target_box() -> None:
-    """What the attribution and the knock-out are about."""
-    st.text_input(
-        "Target token",
-        key="target",
-        bind="query-params",
-        help="May be left empty: then it is the prompt's next token, and behind the prompt the model's own guess. "
-        "A text that is one token; most words begin with a space.",
-    )
-
-
 def one_prompt() -> None:
     """The request, then the map, the coloured prompt, the controls, the attribution."""
-    prompt = page.prompt_box(beside=target_box)
+    prompt = page.prompt_box(beside=lambda: asked.text(front.TARGET))
     found = with_memory()
     first = st.container(horizontal=True, vertical_alignment="bottom")
     handle = which(found, first)
@@ -73,10 +63,7 @@ def one_prompt() -> None:
     position = first.number_input(
         "Position", 0, last, last, key="pos", bind="query-params", width=150, help="Where the target is read."
     )
-    knock_out = first.toggle(
-        "Knock-outs", key="knock_out", bind="query-params", on_change=look_at_knock_outs,
-        help="Shut each gate up to the position, one at a time: a forward for every position and layer.",
-    )  # fmt: skip
+    knock_out = asked.switch(front.KNOCK_OUTS, first, on_change=look_at_knock_outs)
     control = control_choice(handle)
     config = GatesConfig(
         models=(handle.name,),
@@ -123,7 +110,7 @@ def control_choice(handle: Handle) -> str:
         "Acts at", list(layers), default=ALL_LAYERS, required=True, key="at", bind="query-params"
     )
     if name == "shuffled":
-        row.number_input("Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", width=130, help="Of the shuffle.")
+        asked.number(front.SHUFFLE_SEED, row, width=130, help="Of the shuffle.")
     return name + layers[at]
 
 
@@ -202,24 +189,15 @@ def text_set() -> None:
     handle = which(found, row)
     places = ["", *(f"@{n}" for n in handle.engram_layers)]
     words = {gates_figures.control_name(name + at): name + at for at in places for name in CONTROL_NAMES}
-    kept = st.session_state.get("controls")
-    if kept is not None:
-        st.session_state["controls"] = [word for word in kept if word in words]
-    chosen = row.multiselect(
-        "Controls", list(words), list(words)[:1], key="controls", bind="query-params", width=440,
-        help="Each runs the texts once more with the memory changed.",
-    )  # fmt: skip
-    min_count = row.number_input(
-        "Smallest count", 1, 1000, 5, key="min_count", bind="query-params", width=150,
-        help="N-grams found less often are not ranked.",
-    )  # fmt: skip
+    chosen = asked.listed(front.CONTROLS, list(words), row, default=list(words)[:1], width=440)
+    min_count = asked.number(front.MIN_COUNT, row, width=150)
     config = GatesConfig(
         models=(handle.name,),
         prompts=lines,
         controls=tuple(words[word] for word in chosen),
         seed=seed,
         bootstrap=bootstrap,
-        min_count=int(min_count),
+        min_count=min_count,
         detail=False,
     )
     report = runner.run("gates", config)

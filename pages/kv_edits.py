@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from engram_lab.lab.app import page, runner
+from engram_lab.lab.app import asked, page, runner
+from engram_lab.lab.ask.parts import SEED, SWAPPED
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.fronts import kv_knockout, kv_map, kv_set, kv_swap
-from engram_lab.lab.fronts.kv_swap import SIZES
 from engram_lab.models.handle import Handle
 from engram_lab.pages import kv_scenario
 from engram_lab.pages.kv_scenario import Request
@@ -31,26 +31,15 @@ ANY = "any layers"
 def swap(request: Request) -> None:
     """The ladder, the prompt coloured by what each position recovers alone, and the answers."""
     row = st.container(horizontal=True, vertical_alignment="bottom")
-    part = kv_scenario.part_choice(row)
-    sizes = row.pills(
-        "k: last, best, random", SIZES, selection_mode="multi", default=SIZES[:4], key="sizes", bind="query-params",
-        help="How many positions are swapped: the last k, the k that alone recover most, and k at random behind the "
-        "field.",
+    part = asked.choice(SWAPPED, row)
+    k = tuple(asked.several(kv_swap.SIZES, kv_swap.SIZES.offered, row))
+    draws = asked.number(kv_swap.DRAWS, row, width=130)
+    seed = asked.number(SEED, row, width=120)
+    layers = tuple(asked.listed(kv_swap.LAYERS, range(request.handle.n_layers), row, placeholder="all", width=220))
+    config = SwapConfig(
+        request.models, request.scenario, part, layers or None, k, k, k, draws, request.align, seed
     )  # fmt: skip
-    draws = row.number_input("Draws", 1, 100, 8, key="draws", bind="query-params", width=130, help="Of each random k.")
-    seed = kv_scenario.seed_box(row)
-    kv_scenario.keep_all_within("kv_layers", range(request.handle.n_layers))
-    layers = row.multiselect(
-        "Layers", range(request.handle.n_layers), key="kv_layers", bind="query-params", placeholder="all", width=220
-    )
-    k = tuple(sorted(sizes))
-    report = runner.run(
-        "kv swap",
-        SwapConfig(
-            request.models, request.scenario, part, tuple(sorted(layers)) or None, k, k, k, int(draws), request.align,
-            seed,
-        ),
-    )  # fmt: skip
+    report = runner.run("kv swap", config)
     if report is None:
         return
     kv_scenario.the_oracle(report)
@@ -86,14 +75,14 @@ def clicked(names: Sequence[str]) -> None:
 def recovery_map(request: Request) -> None:
     """Position x layers; a cell by a click or by number, and the prompt coloured by its layers."""
     row = st.container(horizontal=True, vertical_alignment="bottom")
-    part = kv_scenario.part_choice(row)
+    part = asked.choice(SWAPPED, row)
     n_layers = request.handle.n_layers
     page.keep_within("groups", range(n_layers + 1), min(GROUPS, n_layers))
-    groups = row.number_input(
-        "Layer groups", 0, n_layers, min(GROUPS, n_layers), key="groups", bind="query-params", width=150,
+    groups = asked.number(
+        kv_map.LAYER_GROUPS, row, 0, n_layers, min(GROUPS, n_layers), width=150,
         help=f"Neighbouring layers swapped together; 0 or {n_layers}: each by itself.",
     )  # fmt: skip
-    report = runner.run("kv map", MapConfig(request.models, request.scenario, int(groups), part, request.align))
+    report = runner.run("kv map", MapConfig(request.models, request.scenario, groups, part, request.align))
     if report is None:
         return
     kv_scenario.the_oracle(report)
@@ -143,31 +132,26 @@ def knockout(request: Request) -> None:
     """What is left of the right answer's margin, and the two published observations on this prompt."""
     pair = prepare(request.handle, request.scenario, request.align)
     row = st.container(horizontal=True, vertical_alignment="bottom")
-    targets = row.pills(
-        "Knock out", TARGETS[:3], selection_mode="multi", default=TARGETS[:3], key="targets", bind="query-params",
-        help="The field; the notes: punctuation, line ends and special tokens behind it; all that is behind it.",
-    )  # fmt: skip
-    hows = row.pills("How", HOWS, selection_mode="multi", default=HOWS, key="hows", bind="query-params")
+    targets = asked.several(kv_knockout.TARGETS, TARGETS[:3], row, TARGETS[:3])
+    hows = asked.several(kv_knockout.HOWS, HOWS, row, HOWS)
     tokens = cache.tokens_of(pair)
-    kv_scenario.keep_all_within("kv_positions", range(pair.n_editable))
-    positions = row.multiselect(
-        "Positions too", range(pair.n_editable), key="kv_positions", placeholder="none", width=200,
-        format_func=lambda p: f"{p} {labels.short(tokens[p].label, 12)}", bind="query-params",
+    positions = asked.listed(kv_knockout.POSITIONS, range(pair.n_editable), row, placeholder="none", width=200,
+        format_func=lambda p: f"{p} {labels.short(tokens[p].label, 12)}",
     )  # fmt: skip
-    draws = row.number_input("Draws", 1, 50, 4, key="noise", bind="query-params", width=120, help="Of random K and V.")
-    seed = kv_scenario.seed_box(row)
+    draws = asked.number(kv_knockout.DRAWS, row, width=120)
+    seed = asked.number(SEED, row, width=120)
     unrelated = UNRELATED
     if "unrelated" in hows:
-        unrelated = st.text_area("The unrelated text", UNRELATED, height=90, key="unrelated", bind="query-params")
-    chosen = tuple(target for target in TARGETS if target in targets) + (("positions",) if positions else ())
+        unrelated = asked.text(kv_knockout.UNRELATED, value=UNRELATED, height=90)
+    chosen = (*targets, *(["positions"] if positions else []))
     if not chosen or not hows:
         st.info("Pick at least one part to knock out, and one way to do it.")
         return
     report = runner.run(
         "kv knockout",
         KnockoutConfig(
-            request.models, request.scenario, chosen, tuple(how for how in HOWS if how in hows),
-            tuple(sorted(positions)), unrelated, int(draws), request.align, seed,
+            request.models, request.scenario, chosen, tuple(hows), tuple(positions), unrelated, draws, request.align,
+            seed,
         ),
     )  # fmt: skip
     if report is None:

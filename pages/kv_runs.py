@@ -5,17 +5,16 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from engram_lab.lab.app import runner
+from engram_lab.lab.app import asked, runner
+from engram_lab.lab.ask.parts import SECONDS
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.durations import digits
 from engram_lab.lab.fronts import kv_compose, kv_erratum, kv_reasoning
-from engram_lab.lab.fronts.kv_compose import AGAIN, LENGTHS
-from engram_lab.lab.fronts.kv_erratum import POLICIES, chain_of
-from engram_lab.lab.fronts.kv_reasoning import TOKENS
+from engram_lab.lab.fronts.kv_erratum import chain_of
 from engram_lab.models.handle import Handle
 from engram_lab.pages import kv_scenario
 from engram_lab.pages.kv_scenario import Request
-from engram_lab.probes.kv.compose import ANSWERS, BLOCK, PREFIX, SUFFIX, ComposeConfig
+from engram_lab.probes.kv.compose import ANSWERS, ComposeConfig
 from engram_lab.probes.kv.erratum import ErratumConfig
 from engram_lab.probes.kv.reasoning import CUE, ReasoningConfig
 
@@ -37,32 +36,21 @@ def erratum(request: Request) -> None:
         )  # fmt: skip
     request = request.edited(words)
     row = st.container(horizontal=True, vertical_alignment="bottom")
-    n = row.number_input(
-        "Corrections", 0, 20, 4, key="corrections", bind="query-params", width=150, help="Of the chain; 0 for none."
-    )
-    policies = row.pills(
-        "Prefilled anew after", POLICIES, selection_mode="multi", default=[0, 2, 1], key="policies",
-        format_func=lambda m: "never" if m == 0 else str(m), bind="query-params",
-        help="So many corrections; one line of the timeline for each.",
+    n = asked.number(kv_erratum.CORRECTIONS, row, width=150)
+    policies = asked.several(kv_erratum.POLICIES, kv_erratum.POLICIES.offered or (), row,
+        format_func=lambda m: "never" if m == 0 else str(m),
     )  # fmt: skip
-    time = row.toggle("Measure seconds", key="kv_time", bind="query-params")
+    time = asked.switch(SECONDS, row)
     left, right = st.columns(2)
-    wording = left.text_input(
-        "Wording of the chain's corrections", key="wording", bind="query-params", placeholder="as the correction",
-        help="With {value} for the new value and, if you like, {before} for the one that it replaces.",
-    )  # fmt: skip
-    lines = right.text_input(
-        "Chain", key="chain", bind="query-params", placeholder="new, old, new …",
-        help="VALUE=ANSWER for each correction, with ; between. Without it, as many as asked for from the scenario.",
-    )  # fmt: skip
+    wording = asked.text(kv_erratum.WORDING, left, placeholder="as the correction")
+    lines = asked.text(kv_erratum.CHAIN, right, placeholder="new, old, new …")
     if not policies:
         st.info("Pick at least one policy: after how many corrections all is prefilled anew.")
         return
     report = runner.run(
         "kv erratum",
         ErratumConfig(
-            request.models, request.scenario, chain_of(lines), int(n), wording,
-            tuple(m for m in POLICIES if m in policies), request.align, time,
+            request.models, request.scenario, chain_of(lines), n, wording, tuple(policies), request.align, time,
         ),
     )  # fmt: skip
     if report is None:
@@ -93,24 +81,14 @@ def erratum(request: Request) -> None:
 def reasoning(request: Request) -> None:
     """The margin by tokens written, and what was written."""
     left, right = st.columns([2, 3])
-    tokens = left.pills(
-        "Tokens written", TOKENS, selection_mode="multi", default=[0, 4, 16, 32], key="written", bind="query-params",
-        help="The model writes so many by itself, from each cache, and is then asked once more.",
-    )  # fmt: skip
-    cue = right.text_area(
-        "Cue",
-        CUE,
-        height=90,
-        key="cue",
-        bind="query-params",
-        help="The writing follows it; may be empty.",
-    )
+    tokens = asked.several(kv_reasoning.TOKENS, kv_reasoning.TOKENS.offered or (), left)
+    cue = asked.text(kv_reasoning.CUE, right, CUE, height=90)
     if not tokens:
         st.info("Pick at least one number of tokens.")
         return
     report = runner.run(
         "kv reasoning",
-        ReasoningConfig(request.models, request.scenario, tuple(sorted(tokens)), cue, request.align),
+        ReasoningConfig(request.models, request.scenario, tuple(tokens), cue, request.align),
     )
     if report is None:
         return
@@ -125,36 +103,21 @@ def reasoning(request: Request) -> None:
 
 def compose(handle: Handle) -> None:
     """Three texts, cosine by tokens that run again, and the time if it is asked for."""
-    texts: dict[str, str] = {}
-    for column, name, text in zip(
-        st.columns(3), ("prefix", "block", "suffix"), (PREFIX, BLOCK, SUFFIX),
-        strict=True,
-    ):  # fmt: skip
-        about = {"prefix": "may be empty", "block": "prefilled alone, then moved", "suffix": "asks"}[name]
-        texts[name] = column.text_area(
-            f"{name.capitalize()} ({about})", text, height=170, key=name, bind="query-params"
-        )
+    prefix, block, suffix = (
+        asked.text(part, column, part.ours(), height=170)
+        for column, part in zip(st.columns(3), kv_compose.TEXTS, strict=True)
+    )
     row = st.container(horizontal=True, vertical_alignment="bottom")
-    again = row.pills(
-        "K: tokens of the block that run again", AGAIN, selection_mode="multi", default=[0, 2, 8], key="again",
-        bind="query-params", help="All of them is always tried too.",
-    )  # fmt: skip
-    offered = [n for n in LENGTHS if n < handle.context // 2]
-    kv_scenario.keep_all_within("lengths", offered)
-    lengths = row.pills(
-        "More block lengths", offered, selection_mode="multi", default=[n for n in (16, 64, 256) if n in offered],
-        key="lengths", bind="query-params", help="In tokens; the block is repeated or cut.",
-    )  # fmt: skip
-    answers = row.text_input(
-        "Answers to decide among", ";".join(ANSWERS), key="decide", bind="query-params", width=200,
-        help="With ; between and a space before each that has one; may be empty.",
-    )  # fmt: skip
-    time = row.toggle("Measure seconds", key="kv_time", bind="query-params")
+    again = asked.several(kv_compose.AGAIN, kv_compose.AGAIN.offered or (), row)
+    offered = [n for n in kv_compose.LENGTHS.offered or () if n < handle.context // 2]
+    lengths = asked.several(kv_compose.LENGTHS, offered, row)
+    answers = asked.text(kv_compose.ANSWERS, row, ";".join(ANSWERS), width=200)
+    time = asked.switch(SECONDS, row)
     report = runner.run(
         "kv compose",
         ComposeConfig(
-            (handle.name,), texts["prefix"], texts["block"], texts["suffix"],
-            tuple(own for own in answers.split(";") if own.strip()), tuple(sorted(again)), tuple(sorted(lengths)), time,
+            (handle.name,), prefix, block, suffix, tuple(text for text in answers.split(";") if text.strip()),
+            tuple(again), tuple(lengths), time,
         ),
     )  # fmt: skip
     if report is None:

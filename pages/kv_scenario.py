@@ -13,7 +13,7 @@ import streamlit as st
 
 from engram_lab.lab.app import get_model, page, runner, uploads
 from engram_lab.lab.ask import parts, scenarios
-from engram_lab.lab.ask.parts import ALL_KINDS, PARTS
+from engram_lab.lab.ask.parts import ALL_KINDS
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.fronts import reference
 from engram_lab.models.handle import Handle
@@ -147,29 +147,6 @@ def _undo(defaults: Mapping[str, object]) -> None:
 
 
 # --- What all experiments show -------------------------------------------------------------------------------------
-
-
-def keep_all_within(key: str, options: Sequence[int]) -> None:
-    """Drop from several choices those that the present request does not offer."""
-    if key in st.session_state:
-        st.session_state[key] = [own for own in st.session_state[key] if own in options]
-
-
-def part_choice(container: st.delta_generator.DeltaGenerator) -> str:
-    """K and V, or one of them."""
-    chosen: str = container.segmented_control(
-        "Swapped", list(PARTS), default="K and V", required=True, key="part", bind="query-params"
-    )
-    return PARTS[chosen]
-
-
-def seed_box(container: st.delta_generator.DeltaGenerator) -> int:
-    """The seed of all that is drawn."""
-    return int(
-        container.number_input(
-            "Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", width=120, help="Of all that is drawn."
-        )
-    )
 
 
 def the_oracle(report: Report) -> None:

@@ -8,9 +8,10 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab.app import page, runner
+from engram_lab.lab.app import asked, page, runner
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
+from engram_lab.lab.fronts import lens as front
 from engram_lab.lab.fronts import lens_figures, reference
 from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Report
@@ -61,10 +62,7 @@ def tuned_switch(opened: list[Handle]) -> bool:
     """Whether the tuned lens is shown too; on by default where all of the models have translators."""
     missing = [handle.name for handle in opened if find(handle) is None]
     page.keep_within("tuned", [False] if missing else [False, True], False)
-    tuned = st.toggle(
-        "Tuned lens", not missing, key="tuned", bind="query-params", disabled=bool(missing),
-        help="Beside the logit lens, in dotted lines with open marks.",
-    )  # fmt: skip
+    tuned = asked.switch(front.TUNED, value=not missing, disabled=bool(missing))
     for name in missing:
         st.caption(
             f"No tuned lens has been fitted for {labels.markdown(name)}; fit it with "
@@ -76,14 +74,8 @@ def tuned_switch(opened: list[Handle]) -> bool:
 def target_and_top() -> None:
     """What is followed through the layers, and how much is listed for a cell."""
     a, b = st.columns([3, 2])
-    a.text_input(
-        "Target token",
-        key="target",
-        bind="query-params",
-        help="May be left empty. A text that is one token; most words begin with a space. Its rank and "
-        "probability are then followed through the layers.",
-    )
-    b.number_input("Top tokens", 1, 20, 5, key="top", bind="query-params", help="How many are listed for a cell.")
+    asked.text(front.TARGET, a)
+    asked.number(front.TOP, b)
 
 
 def show_curves(report: Report, opened: list[Handle]) -> go.Figure:

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab.app import page, runner
+from engram_lab.lab.app import asked, page, runner
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import reference, rows_figures
 from engram_lab.lab.fronts.rows import SHARERS, TOP, our_sentences
@@ -14,8 +14,6 @@ from engram_lab.models.engram import gate_ceiling
 from engram_lab.models.ngrams import engram_model
 from engram_lab.probes.base import Report
 from engram_lab.probes.rows import RowsConfig
-
-ENTITIES = "entities.bio"
 
 
 def main() -> None:
@@ -52,11 +50,8 @@ def main() -> None:
 def amounts() -> None:
     """How much is listed."""
     a, b = st.columns(2)
-    a.number_input("Top tokens", 1, TOP, 8, key="top", bind="query-params", help="Promoted and suppressed, each.")
-    b.number_input(
-        "Listed sharers", 0, SHARERS, 10, key="sharers", bind="query-params",
-        help="Of the n-grams that address the same row, the most frequent ones.",
-    )  # fmt: skip
+    asked.number(TOP, a)
+    asked.number(SHARERS, b)
 
 
 def summary(report: Report, place: page.Place) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import streamlit as st
 
-from engram_lab.lab.app import page, runner, uploads
+from engram_lab.lab.app import asked, page, runner, uploads
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import reference, sensitivity
 from engram_lab.lab.fronts.sensitivity import WORDS
 from engram_lab.models.errors import DataError
 from engram_lab.probes.sensitivity import SensitivityConfig, TextSet
-
-# What a control does, in a word -> its name in the request
 
 
 def main() -> None:
@@ -43,7 +41,7 @@ def main() -> None:
             f"{labels.markdown(opened[0].name)} has no memory to take away: choose one that has, such as engram-mini."
         )
         return
-    words = st.pills("Change", list(WORDS), selection_mode="multi", default=["memory off"], key="controls")
+    words = asked.several(sensitivity.CONTROLS, list(WORDS), default=list(WORDS)[:1])
     b, c = st.columns(2)
     layers = ["all", *map(str, withs[0].engram_layers), "each"]
     page.keep_within("at", layers, "all")

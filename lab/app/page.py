@@ -11,9 +11,9 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from engram_lab.lab.app import keeping, runner, uploads
+from engram_lab.lab.app import asked, keeping, runner, uploads
 from engram_lab.lab.ask import texts
-from engram_lab.lab.ask.parts import YOUR_OWN
+from engram_lab.lab.ask.parts import BOOTSTRAP, SEED, YOUR_OWN
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import entry, export
 from engram_lab.probes.base import Report
@@ -57,7 +57,7 @@ def _look_at_the_end() -> None:
     st.session_state.update({"pos": -1, "from": 0})
 
 
-def prompt_box(beside: Callable[[], None] | None = None) -> str:
+def prompt_box(beside: Callable[[], object] | None = None) -> str:
     """The prompt, with our examples to pick from; the same on all pages. `beside` draws more widgets at its right."""
     examples = texts.examples()
     titles = {example["prompt"]: example["title"] for example in examples}
@@ -130,12 +130,8 @@ def text_set(default: Sequence[str], label: str = "without a file, the sentences
 def resampling() -> tuple[int, int]:
     """(seed, number of resamples) of the bootstrap, in two columns of the present container."""
     a, b = st.columns(2)
-    bootstrap = a.number_input(
-        "Resamples", 100, 10_000, 1000, 100, key="bootstrap", bind="query-params",
-        help="Of the texts, with replacement, for the 95 % intervals.",
-    )  # fmt: skip
-    seed = b.number_input("Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", help="Of all that is drawn.")
-    return int(seed), int(bootstrap)
+    bootstrap = asked.number(BOOTSTRAP, a)
+    return asked.number(SEED, b), bootstrap
 
 
 def one_or_set(one_prompt: Callable[[], None], text_set: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import scenarios
-from engram_lab.lab.ask.request import File, Number, Part, refuse, word_of
+from engram_lab.lab.ask.request import Choice, File, Number, Part, Switch, refuse
 from engram_lab.lab.ask.texts import ONE, SET, held_out, lines_of
 
 if TYPE_CHECKING:
@@ -26,15 +26,30 @@ ALL_KINDS = "all kinds"
 PARTS = {"K and V": "kv", "K alone": "k", "V alone": "v"}  # of a cache, in the words of the page
 EDITED = ("template", "old", "new", "answer_old", "answer_new", "chat")  # fields with a widget in every experiment
 ERRATA = ("erratum", "irrelevant", "wrong", "third")  # and those of the errata
-METHODS = {"optimised": "optimised", "closed form": "closed_form"}  # of writing facts, in the words of the page
-STEPS = 200  # of the optimised method at most, on the page
 
-SEED = Number("seed", "seed of all that is drawn (default %(default)s)", 0, "seed", "a seed", low=0)
+SEED = Number(
+    "seed", "seed of all that is drawn (default %(default)s)", 0, "seed", "a seed", low=0, label="Seed",
+    tip="Of all that is drawn.",
+)  # fmt: skip
 BOOTSTRAP = Number(
     "bootstrap", "resamples for the intervals (default %(default)s)", 1000, "bootstrap", "a number of resamples",
-    low=100, high=10_000,
+    low=100, high=10_000, step=100, label="Resamples", tip="Of the texts, with replacement, for the 95 % intervals.",
 )  # fmt: skip
 RESAMPLING = (SEED, BOOTSTRAP)
+SECONDS = Switch("time", "measure seconds too", key="kv_time", label="Measure seconds")
+METHOD = Choice(
+    "method", "", "optimised", "facts_method", "the method", label="Method",
+    words={"optimised": "optimised", "closed form": "closed_form"}, tip="By formula, or trained from that start.",
+)  # fmt: skip
+STEPS = Number(  # more than the page offers may be asked for elsewhere
+    "steps", "", 15, "facts_steps", "a number of steps", low=0, high=200, label="Steps",
+    tip="Of Adam, for the optimised method.",
+)  # fmt: skip
+UNRELATED_TEXTS = Number(
+    "texts", "", facts_files.N_TEXTS, "facts_texts", low=0, label="Unrelated texts",
+    tip="Sentences that have nothing to do with the facts, compared before and after.",
+)  # fmt: skip
+SWAPPED = Choice("part", "what to swap (default %(default)s)", "kv", "part", "the part", words=PARTS, label="Swapped")
 
 
 @dataclass(frozen=True)
@@ -307,10 +322,10 @@ class Facts(Part):
         shown = {
             "facts_view": self.view_name,
             "facts_user": writing.user,
-            "facts_method": word_of("the method", writing.method, METHODS),
+            str(METHOD.key): METHOD.shown(writing.method),
         }
-        if writing.steps <= STEPS:
-            shown["facts_steps"] = writing.steps
+        if writing.steps <= STEPS.high:
+            shown[str(STEPS.key)] = writing.steps
         if writing.layer is not None:
             shown["facts_layer"] = writing.layer
         return shown

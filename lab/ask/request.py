@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NoReturn
 
 from engram_lab.lab.ask.view import LARGEST_FILE, View, is_plain
@@ -60,6 +60,9 @@ class Part:
     default: Any = None
     key: str | None = None  # of the widget that asks for it; None: the page asks for it nowhere
     what: str = ""  # what it is called where it is refused
+    _: KW_ONLY
+    label: str = ""  # of the widget
+    tip: str | None = None  # its help
 
     @property
     def name(self) -> str:
@@ -135,12 +138,29 @@ class Text(Flag):
 
 
 @dataclass(frozen=True)
+class Ours(Flag):
+    """A text that is ours unless another is given."""
+
+    ours: Callable[[], str] = str
+
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The text."""
+        given = getattr(args, self.name)
+        return {self.field: self.ours() if given is None else given}
+
+    def flags(self, config: Any) -> list[str]:
+        """The flag for another text."""
+        return super().flags(config) if getattr(config, self.field) != self.ours() else []
+
+
+@dataclass(frozen=True)
 class Number(Flag):
     """A whole number from low to high; the page's own bounds, where the model sets them, are not known here."""
 
     low: int | None = None
     high: int = 2**31 - 1
     kind_of: type = int
+    step: int = 1  # of the box
 
     def kind(self) -> dict[str, Any]:
         """A number."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask.parts import BOOTSTRAP, SEED, Facts, Models, Unrelated, unasked, with_layer
@@ -24,12 +25,15 @@ if TYPE_CHECKING:
     from engram_lab.probes.facts.alternatives import AlternativesConfig
     from engram_lab.probes.facts.sets import StatedFact
 
-RANKS, MOST = (8, 64), 20  # of LoRA, that the page offers; facts retrieved there at most
-N_TEXTS, BEST = 120, 3  # unrelated texts, facts that are retrieved
+N_TEXTS, N_RETRIEVED = 120, 3  # unrelated texts, facts that are retrieved
 
 
 def request(
-    models: tuple[str, ...], facts: tuple[StatedFact, ...], unrelated: tuple[str, ...], best: int = BEST, **options: Any
+    models: tuple[str, ...],
+    facts: tuple[StatedFact, ...],
+    unrelated: tuple[str, ...],
+    best: int = N_RETRIEVED,
+    **options: Any,
 ) -> AlternativesConfig:
     """A request with the facts that are retrieved for each of its texts, at most `best`; `options` are its fields."""
     from engram_lab.lab.ask import retrieval
@@ -57,24 +61,35 @@ class Best(Number):
 
     def view(self, config: AlternativesConfig) -> dict[str, Any]:
         """The box, as far as it goes."""
-        return {"facts_best": min(_most(config), MOST)}
+        return {str(self.key): min(_most(config), self.high)}
 
 
+@dataclass(frozen=True)
 class Ranks(Repeated):
     """Ranks of LoRA."""
 
+    offered: tuple[int, ...] = (8, 64)  # on the page
+
     def shown(self, value: tuple[int, ...]) -> list[int]:
         """Those that the page offers."""
-        return [rank for rank in RANKS if rank in value]
+        return [rank for rank in self.offered if rank in value]
 
 
+RANKS = Ranks(
+    "ranks", "rank of a LoRA; may be repeated (default: 64 and 8)", key="facts_ranks", flag="rank", kind_of=int,
+    ours=lambda: (64, 8), label="Ranks of LoRA",
+)  # fmt: skip
+BEST = Best(
+    "best", "facts that are retrieved; 0: none (default %(default)s)", N_RETRIEVED, "facts_best", low=0, high=20,
+    label="Facts retrieved",
+)  # fmt: skip
+UNRELATED_TEXTS = Number("unrelated", "", N_TEXTS, "facts_unrelated", low=1, label="Unrelated texts")
 ASK = Ask("facts alternatives", "facts", (
     Models(),
     Facts(view_name="Alternatives"),
     Unrelated("unrelated", key="facts_unrelated", n_texts=N_TEXTS),
-    Ranks("ranks", "rank of a LoRA; may be repeated (default: 64 and 8)", key="facts_ranks", flag="rank",
-          kind_of=int, ours=lambda: (64, 8)),
-    Best("best", "facts that are retrieved; 0: none (default %(default)s)", BEST),
+    RANKS,
+    BEST,
     *(unasked(part) for part in (
         Number("lora_steps", "at most, for LoRA (default %(default)s)", 120),
         Number("lora_rate", "learning rate of LoRA (default %(default)s)", 3e-3, kind_of=float),

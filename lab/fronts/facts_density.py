@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask.parts import RESAMPLED, Facts, Models, with_layer
-from engram_lab.lab.ask.request import Ask, Flag, Repeated
+from engram_lab.lab.ask.request import Ask, Repeated, Switch
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import interval_lines, titled
 from engram_lab.lab.draw.tables import interval_of
@@ -38,7 +38,7 @@ class Sizes(Repeated):
         return {f"facts_sizes.{n}": [size for size in _sizes() if size <= n and size in config.sizes]}
 
 
-class Stacks(Flag):
+class Stacks(Switch):
     """Two users on top of each other, unless they are left out."""
 
     @property
@@ -47,8 +47,8 @@ class Stacks(Flag):
         return "no-stacks"
 
     def kind(self) -> dict[str, Any]:
-        """No value."""
-        return {"action": "store_true"}
+        """No value, and the opposite default."""
+        return {"action": "store_true", "default": False}
 
     def read(self, args: argparse.Namespace) -> dict[str, Any]:
         """The opposite of the flag."""
@@ -59,12 +59,17 @@ class Stacks(Flag):
         return [] if config.stacks else ["--no-stacks"]
 
 
+SIZES = Sizes(
+    "sizes", "facts written together; may be repeated, ascending (default: 1, 2, 5, 10, 20 and 50, as far as there are "
+    "facts)", flag="size", kind_of=int, metavar="N", ours=_sizes, label="Facts written together",
+)  # fmt: skip
+STACKS = Stacks("stacks", "leave out the two users on top of each other", True, "facts_stacks",
+                label="Two users on top of each other")  # fmt: skip
 ASK = Ask("facts density", "facts", (
     Models(),
     Facts(view_name="Density"),
-    Sizes("sizes", "facts written together; may be repeated, ascending (default: 1, 2, 5, 10, 20 and 50, as far as "
-          "there are facts)", flag="size", kind_of=int, metavar="N", ours=_sizes),
-    Stacks("stacks", "leave out the two users on top of each other", False, "facts_stacks"),
+    SIZES,
+    STACKS,
     *RESAMPLED,
 ))  # fmt: skip
 

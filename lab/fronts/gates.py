@@ -72,20 +72,36 @@ class ShuffleSeed(Number):
         return Part("seed", default=0).view(config)
 
 
+TARGET = Text(
+    "target", "a text that is one token, whose logit is attributed (default: the next token)", key="target",
+    label="Target token",
+    tip="May be left empty: then it is the prompt's next token, and behind the prompt the model's own guess. A text "
+    "that is one token; most words begin with a space.",
+)  # fmt: skip
+CONTROLS = Controls(
+    "controls", "shuffled, zeroed, one_row or off, at all memory layers or at one; may be repeated", flag="control",
+    metavar="NAME[@LAYER]", key="controls", label="Controls",
+    tip="Each runs the texts once more with the memory changed.",
+)  # fmt: skip
+KNOCK_OUTS = Switch(
+    "knock_out", "shut each gate up to the position, one at a time", key="knock_out", label="Knock-outs",
+    tip="Shut each gate up to the position, one at a time: a forward for every position and layer.",
+)  # fmt: skip
+MIN_COUNT = Unranked(
+    "min_count", "n-grams found less often are not ranked (default %(default)s)", 5, "min_count", "a smallest count",
+    low=1, high=1000, label="Smallest count", tip="N-grams found less often are not ranked.",
+)  # fmt: skip
+SHUFFLE_SEED = ShuffleSeed(**vars(SEED))
 ASK = Ask("gates", "gates", (
     Models(),
     Prompts(),
-    of_one_prompt(
-        Text("target", "a text that is one token, whose logit is attributed (default: the next token)", key="target")
-    ),
+    of_one_prompt(TARGET),
     Position("position", "where --knock-out reads the target, from the end if negative (default: the last)"),
-    Controls("controls", "shuffled, zeroed, one_row or off, at all memory layers or at one; may be repeated",
-             flag="control", metavar="NAME[@LAYER]"),
-    of_one_prompt(Switch("knock_out", "shut each gate up to the position, one at a time", key="knock_out")),
-    of_a_set(Unranked("min_count", "n-grams found less often are not ranked (default %(default)s)", 5, "min_count",
-                      "a smallest count", low=1, high=1000)),
+    CONTROLS,
+    of_one_prompt(KNOCK_OUTS),
+    of_a_set(MIN_COUNT),
     Unranked("ranked", "n-grams at either end (default %(default)s)", 12),
-    ShuffleSeed(**vars(SEED)),
+    SHUFFLE_SEED,
     of_a_set(BOOTSTRAP),
 ))  # fmt: skip
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engram_lab.lab.ask.parts import Experiment, Models
-from engram_lab.lab.ask.request import Ask, Flag, Numbers, Switch, flag_of_several, refuse
+from engram_lab.lab.ask.parts import SECONDS, Experiment, Models
+from engram_lab.lab.ask.request import Ask, Flag, Numbers, Ours, flag_of_several, refuse
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.durations import digits
 from engram_lab.lab.draw.figure import BELOW, SYMBOLS, line, titled
@@ -24,27 +25,12 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.kv.compose import ComposeConfig, ComposeResult
 
-AGAIN = (0, 1, 2, 4, 8, 16, 32)  # tokens of a block that run again, and lengths of it, that the page offers
-LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
+def _ours(name: str) -> str:
+    from engram_lab.probes.kv import compose
 
-class Ours(Flag):
-    """A text that is ours unless another is given."""
-
-    def _ours(self) -> str:
-        from engram_lab.probes.kv import compose
-
-        ours: str = getattr(compose, self.field.upper())
-        return ours
-
-    def read(self, args: argparse.Namespace) -> dict[str, Any]:
-        """The text."""
-        given = getattr(args, self.field)
-        return {self.field: self._ours() if given is None else given}
-
-    def flags(self, config: ComposeConfig) -> list[str]:
-        """The flag for another text."""
-        return super().flags(config) if getattr(config, self.field) != self._ours() else []
+    ours: str = getattr(compose, name.upper())
+    return ours
 
 
 class Answers(Flag):
@@ -73,19 +59,30 @@ class Answers(Flag):
         return answers
 
 
-ASK = Ask("kv compose", "kv", (
-    Models(),
-    Experiment("Compose"),
-    *(Ours(name, f"the text {what} (default: one of ours)", key=name, metavar="TEXT")
-      for name, what in (("prefix", "before the block"), ("block", "prefilled alone"), ("suffix", "after it"))),
-    Answers("answers", "decide among these, with their leading space (default: our four)", key="decide"),
-    Numbers("recompute", "first tokens of the block that run again; all is always tried too (default: 0 2 8)",
-            [0, 2, 8], "again", "numbers of tokens that run again", offered=AGAIN, least="*"),
-    # The page offers no length of half the model's context or more.
-    Numbers("lengths", "further lengths of the block, repeated or cut (default: 16 64 256)", [16, 64, 256], "lengths",
-            "lengths", offered=LENGTHS, least="*"),
-    Switch("time", "measure seconds too", key="kv_time"),
-))  # fmt: skip
+TEXTS = tuple(
+    Ours(name, f"the text {what} (default: one of ours)", key=name, metavar="TEXT", ours=partial(_ours, name),
+         label=f"{name.capitalize()} ({about})")
+    for name, what, about in (
+        ("prefix", "before the block", "may be empty"),
+        ("block", "prefilled alone", "prefilled alone, then moved"),
+        ("suffix", "after it", "asks"),
+    )
+)  # fmt: skip
+ANSWERS = Answers(
+    "answers", "decide among these, with their leading space (default: our four)", key="decide",
+    label="Answers to decide among", tip="With ; between and a space before each that has one; may be empty.",
+)  # fmt: skip
+AGAIN = Numbers(
+    "recompute", "first tokens of the block that run again; all is always tried too (default: 0 2 8)", [0, 2, 8],
+    "again", "numbers of tokens that run again", offered=(0, 1, 2, 4, 8, 16, 32), least="*",
+    label="K: tokens of the block that run again", tip="All of them is always tried too.",
+)  # fmt: skip
+LENGTHS = Numbers(  # of which the page offers those of less than half the model's context
+    "lengths", "further lengths of the block, repeated or cut (default: 16 64 256)", [16, 64, 256], "lengths",
+    "lengths", offered=(16, 32, 64, 128, 256, 512, 1024, 2048), least="*", label="More block lengths",
+    tip="In tokens; the block is repeated or cut.",
+)  # fmt: skip
+ASK = Ask("kv compose", "kv", (Models(), Experiment("Compose"), *TEXTS, ANSWERS, AGAIN, LENGTHS, SECONDS))
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

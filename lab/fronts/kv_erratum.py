@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engram_lab.lab.ask.parts import EDITED, ERRATA, Models, Scenario
-from engram_lab.lab.ask.request import Ask, Number, Numbers, Repeated, Switch, Text, flag, refuse
+from engram_lab.lab.ask.parts import EDITED, ERRATA, SECONDS, Models, Scenario
+from engram_lab.lab.ask.request import Ask, Number, Numbers, Repeated, Text, flag, refuse
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import line, titled
 from engram_lab.lab.draw.theme import PALETTES
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
     from engram_lab.probes.kv.erratum import ErratumConfig
-
-POLICIES = (0, 4, 3, 2, 1)  # corrections until all is prefilled anew, that the page offers
 
 
 def chain_of(text: str) -> tuple[tuple[str, str], ...]:
@@ -66,18 +64,27 @@ class Wording(Text):
         return super().flags(config) if config.wording else []
 
 
+CHAIN = Chain(
+    "chain", "a correction of the chain, the last = counts; may be repeated (default: from the scenario)", [], "chain",
+    flag="chain", metavar="VALUE=ANSWER", label="Chain",
+    tip="VALUE=ANSWER for each correction, with ; between. Without it, as many as asked for from the scenario.",
+)  # fmt: skip
+CORRECTIONS = Number(
+    "corrections", "how many, without --chain; 0 for no chain (default %(default)s)", 4, "corrections",
+    "a number of corrections", low=0, high=20, label="Corrections", tip="Of the chain; 0 for none.",
+)  # fmt: skip
+WORDING = Wording(
+    "wording", "of the chain's corrections, with {value} and if you like {before}", "", "wording", metavar="TEXT",
+    label="Wording of the chain's corrections",
+    tip="With {value} for the new value and, if you like, {before} for the one that it replaces.",
+)  # fmt: skip
+POLICIES = Numbers(
+    "thresholds", "prefill anew after every N corrections, 0 never, one policy each (default: 0 2 1)", [0, 2, 1],
+    "policies", "thresholds", offered=(0, 4, 3, 2, 1), label="Prefilled anew after",
+    tip="So many corrections; one line of the timeline for each.",
+)  # fmt: skip
 ASK = Ask("kv erratum", "kv", (
-    Models(),
-    Scenario(experiment="Erratum", fields=(*EDITED, *ERRATA)),
-    Chain("chain", "a correction of the chain, the last = counts; may be repeated (default: from the scenario)", [],
-          "chain", flag="chain", metavar="VALUE=ANSWER"),
-    Number("corrections", "how many, without --chain; 0 for no chain (default %(default)s)", 4, "corrections",
-           "a number of corrections", low=0, high=20),
-    Wording("wording", "of the chain's corrections, with {value} and if you like {before}", "", "wording",
-            metavar="TEXT"),
-    Numbers("thresholds", "prefill anew after every N corrections, 0 never, one policy each (default: 0 2 1)",
-            [0, 2, 1], "policies", "thresholds", offered=POLICIES),
-    Switch("time", "measure seconds too", key="kv_time"),
+    Models(), Scenario(experiment="Erratum", fields=(*EDITED, *ERRATA)), CHAIN, CORRECTIONS, WORDING, POLICIES, SECONDS,
 ))  # fmt: skip
 
 

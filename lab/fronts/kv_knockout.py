@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask.parts import SEED, Models, Scenario
-from engram_lab.lab.ask.request import Ask, Flag, Number, Numbers, Part, Repeated, flag, in_order
+from engram_lab.lab.ask.request import Ask, Number, Numbers, Ours, Part, Repeated, flag, in_order
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import level, list_axis, titled
 from engram_lab.lab.draw.theme import PALETTES
@@ -36,6 +36,12 @@ def _hows() -> tuple[str, ...]:
     return HOWS
 
 
+def _unrelated() -> str:
+    from engram_lab.probes.kv.knockout import UNRELATED
+
+    return UNRELATED
+
+
 class Targets(Repeated):
     """What is knocked out: some of three by name, and the positions where they are given."""
 
@@ -60,40 +66,30 @@ class Hows(Repeated):
         return in_order("ways", value, _hows())
 
 
-class Unrelated(Flag):
-    """The text that a knock-out takes entries from; ours, unless another is given."""
-
-    def read(self, args: argparse.Namespace) -> dict[str, Any]:
-        """The text."""
-        from engram_lab.probes.kv.knockout import UNRELATED
-
-        return {"unrelated": UNRELATED if args.unrelated is None else args.unrelated}
-
-    def flags(self, config: KnockoutConfig) -> list[str]:
-        """The flag for another text."""
-        from engram_lab.probes.kv.knockout import UNRELATED
-
-        return [flag("unrelated", config.unrelated)] if config.unrelated != UNRELATED else []
+class Unrelated(Ours):
+    """The text that a knock-out takes entries from, whose box is there with its way alone."""
 
     def view(self, config: KnockoutConfig) -> dict[str, Any]:
-        """The box, which is there with its way alone."""
-        from engram_lab.probes.kv.knockout import UNRELATED
-
-        if "unrelated" in config.hows:
-            return {"unrelated": config.unrelated}
-        return Part("unrelated", default=UNRELATED).view(config)
+        """The box, or nothing."""
+        return (
+            super().view(config) if "unrelated" in config.hows else Part(self.field, default=self.ours()).view(config)
+        )
 
 
+TARGETS = Targets(
+    "targets", "field, notes or downstream; may be repeated (default: all three)", key="targets", flag="target",
+    label="Knock out",
+    tip="The field; the notes: punctuation, line ends and special tokens behind it; all that is behind it.",
+)  # fmt: skip
+HOWS = Hows("hows", "zero, mean, random or unrelated; may be repeated (default: all four)", key="hows", flag="how",
+            ours=_hows, label="How")  # fmt: skip
+POSITIONS = Numbers("positions", "positions as one more target", [], "kv_positions", "positions", label="Positions too")
+UNRELATED = Unrelated("unrelated", "the other text (default: one of ours)", key="unrelated", metavar="TEXT",
+                      ours=_unrelated, label="The unrelated text")  # fmt: skip
+DRAWS = Number("draws", "draws of the noise (default %(default)s)", 4, "noise", "a number of draws", low=1, high=50,
+               label="Draws", tip="Of random K and V.")  # fmt: skip
 ASK = Ask("kv knockout", "kv", (
-    Models(),
-    Scenario(experiment="Knock-out"),
-    Targets("targets", "field, notes or downstream; may be repeated (default: all three)", key="targets",
-            flag="target"),
-    Hows("hows", "zero, mean, random or unrelated; may be repeated (default: all four)", key="hows", flag="how",
-         ours=_hows),
-    Numbers("positions", "positions as one more target", [], "kv_positions", "positions"),
-    Unrelated("unrelated", "the other text (default: one of ours)", metavar="TEXT"),
-    Number("draws", "draws of the noise (default %(default)s)", 4, "noise", "a number of draws", low=1, high=50),
+    Models(), Scenario(experiment="Knock-out"), TARGETS, HOWS, POSITIONS, UNRELATED, DRAWS,
     replace(SEED, help="seed of the noise (default %(default)s)"),
 ))  # fmt: skip
 

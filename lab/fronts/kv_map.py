@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engram_lab.lab.ask.parts import PARTS, Models, Scenario
-from engram_lab.lab.ask.request import Ask, Choice, Number, Part
+from engram_lab.lab.ask.parts import SWAPPED, Models, Scenario
+from engram_lab.lab.ask.request import Ask, Number, Part
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.theme import PALETTES, SEQUENTIAL
 from engram_lab.lab.draw.token_map import token_map
@@ -22,13 +22,9 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
 
 
-ASK = Ask("kv map", "kv", (
-    Models(),
-    Scenario(experiment="Map"),
-    Number("groups", "groups of neighbouring layers (default 0: each layer by itself)", 0, "groups"),
-    Choice("part", "what to swap (default %(default)s)", "kv", "part", "the part", words=PARTS),
-    Part("seed", default=0),
-))  # fmt: skip
+LAYER_GROUPS = Number("groups", "groups of neighbouring layers (default 0: each layer by itself)", 0, "groups",
+                      label="Layer groups")  # fmt: skip
+ASK = Ask("kv map", "kv", (Models(), Scenario(experiment="Map"), LAYER_GROUPS, SWAPPED, Part("seed", default=0)))
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask.parts import Models, Scenario
-from engram_lab.lab.ask.request import Ask, Flag, Numbers
+from engram_lab.lab.ask.request import Ask, Numbers, Ours
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import SYMBOLS, level, line, titled
 from engram_lab.lab.fronts.entry import EFFECTS, NOTES, ORACLE, RATIO, SCORE, Entry
@@ -19,34 +18,22 @@ if TYPE_CHECKING:
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.kv.reasoning import ReasoningConfig
-
-TOKENS = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # that the page offers to write
 
 
-class Cue(Flag):
-    """What the writing follows; ours, unless another is given."""
+def _cue() -> str:
+    from engram_lab.probes.kv.reasoning import CUE
 
-    def read(self, args: argparse.Namespace) -> dict[str, Any]:
-        """The text."""
-        from engram_lab.probes.kv.reasoning import CUE
-
-        return {"cue": CUE if args.cue is None else args.cue}
-
-    def flags(self, config: ReasoningConfig) -> list[str]:
-        """The flag for another text."""
-        from engram_lab.probes.kv.reasoning import CUE
-
-        return super().flags(config) if config.cue != CUE else []
+    return CUE
 
 
-ASK = Ask("kv reasoning", "kv", (
-    Models(),
-    Scenario(experiment="Reasoning"),
-    Numbers("tokens", "tokens written before the answer (default: 0 4 16 32)", [0, 4, 16, 32], "written",
-            "numbers of tokens", offered=TOKENS),
-    Cue("cue", "what the writing follows (default: one of ours)", key="cue", metavar="TEXT"),
-))  # fmt: skip
+TOKENS = Numbers(
+    "tokens", "tokens written before the answer (default: 0 4 16 32)", [0, 4, 16, 32], "written", "numbers of tokens",
+    offered=(0, 1, 2, 4, 8, 16, 32, 64, 128), label="Tokens written",
+    tip="The model writes so many by itself, from each cache, and is then asked once more.",
+)  # fmt: skip
+CUE = Ours("cue", "what the writing follows (default: one of ours)", key="cue", metavar="TEXT", ours=_cue, label="Cue",
+           tip="The writing follows it; may be empty.")  # fmt: skip
+ASK = Ask("kv reasoning", "kv", (Models(), Scenario(experiment="Reasoning"), TOKENS, CUE))
 
 
 def rows(report: Report) -> Iterator[dict[str, Any]]:

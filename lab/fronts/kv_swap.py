@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from engram_lab.lab.ask.parts import PARTS, SEED, Models, Scenario
-from engram_lab.lab.ask.request import Ask, Choice, Number, Numbers, Part, in_order, refuse
+from engram_lab.lab.ask.parts import SEED, SWAPPED, Models, Scenario
+from engram_lab.lab.ask.request import Ask, Number, Numbers, Part, in_order, refuse
 from engram_lab.lab.draw import cache, labels
 from engram_lab.lab.draw.figure import bars, level, titled
 from engram_lab.lab.draw.theme import PALETTES
@@ -22,17 +22,22 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.kv.swap import SwapConfig
 
-SIZES = (1, 2, 4, 8, 16)  # numbers of positions that the page offers, each for last, best and random
-
 
 def _sizes(name: str, what: str) -> Numbers:
     return Numbers(name, f"{what} (default: 1 2 4 8)", [1, 2, 4, 8], least="*")
 
 
+@dataclass(frozen=True)
 class Sizes(Part):
     """Numbers of last, best and random positions: three flags, and one choice on the page."""
 
-    KINDS = (_sizes("last", "the last N positions"), _sizes("best", "the best N"), _sizes("random", "N at random"))
+    KINDS: ClassVar = (
+        _sizes("last", "the last N positions"),
+        _sizes("best", "the best N"),
+        _sizes("random", "N at random"),
+    )
+
+    offered: tuple[int, ...] = (1, 2, 4, 8, 16)  # on the page, each for last, best and random
 
     def add(self, parser: argparse.ArgumentParser) -> None:
         """Each by itself."""
@@ -51,16 +56,20 @@ class Sizes(Part):
         """One choice for all three."""
         if not config.last == config.best == config.random:
             refuse("different numbers of last, best and random positions")
-        return {"sizes": in_order("numbers of positions", config.last, SIZES)}
+        return {"sizes": in_order("numbers of positions", config.last, self.offered)}
 
 
+LAYERS = Numbers("layers", "blocks to swap in (default: all)", None, "kv_layers", "layers", label="Layers")
+SIZES = Sizes(
+    "last", default=(1, 2, 4, 8), key="sizes", label="k: last, best, random",
+    tip="How many positions are swapped: the last k, the k that alone recover most, and k at random behind the field.",
+)  # fmt: skip
+DRAWS = Number(
+    "draws", "draws of each random set (default %(default)s)", 8, "draws", "a number of draws", low=1, high=100,
+    label="Draws", tip="Of each random k.",
+)  # fmt: skip
 ASK = Ask("kv swap", "kv", (
-    Models(),
-    Scenario(experiment="Swap"),
-    Choice("part", "what to swap (default %(default)s)", "kv", "part", "the part", words=PARTS),
-    Numbers("layers", "blocks to swap in (default: all)", None, "kv_layers", "layers"),
-    Sizes("last"),
-    Number("draws", "draws of each random set (default %(default)s)", 8, "draws", "a number of draws", low=1, high=100),
+    Models(), Scenario(experiment="Swap"), SWAPPED, LAYERS, SIZES, DRAWS,
     replace(SEED, help="seed of the draws (default %(default)s)"),
 ))  # fmt: skip
 

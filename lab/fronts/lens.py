@@ -16,18 +16,21 @@ if TYPE_CHECKING:
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
 
-TOP = 20  # tokens that the page lists for a cell at most
-
+TARGET = Text(
+    "target", "a text that is one token, whose rank and probability are reported", key="target", label="Target token",
+    tip="May be left empty. A text that is one token; most words begin with a space. Its rank and probability are then "
+    "followed through the layers.",
+)  # fmt: skip
+TOP = Number(
+    "top_k", "tokens listed for each cell (default %(default)s)", 5, "top", "a number of top tokens", low=1, high=20,
+    label="Top tokens", tip="How many are listed for a cell.",
+)  # fmt: skip
+TUNED = Switch(
+    "tuned", "the tuned lens too; see engram-lab lens fit", key="tuned", label="Tuned lens",
+    tip="Beside the logit lens, in dotted lines with open marks.",
+)  # fmt: skip
 ASK = Ask("lens", "lens", (
-    Models(against="optional"),
-    Prompts(),
-    of_one_prompt(Text("target", "a text that is one token, whose rank and probability are reported", key="target")),
-    of_one_prompt(
-        Number("top_k", "tokens listed for each cell (default %(default)s)", 5, "top", "a number of top tokens", low=1,
-               high=TOP),
-        always=False,
-    ),
-    Switch("tuned", "the tuned lens too; see engram-lab lens fit", key="tuned"),
+    Models(against="optional"), Prompts(), of_one_prompt(TARGET), of_one_prompt(TOP, always=False), TUNED,
     *map(of_a_set, RESAMPLING),
 ))  # fmt: skip
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from engram_lab.probes.base import Report
     from engram_lab.probes.rows import RowsConfig
 
-TOP, SHARERS = 50, 500  # tokens and sharers that the page lists at most
-
 
 def our_sentences() -> tuple[str, ...]:
     """All sentences that we wrote, which the page counts over."""
@@ -85,16 +83,23 @@ class Counted(Flag):
         return file_of_texts(config.text, our_sentences())
 
 
+TOP = Number(
+    "top_k", "tokens listed for each row (default %(default)s)", 8, "top", "a number of top tokens", low=1, high=50,
+    label="Top tokens", tip="Promoted and suppressed, each.",
+)  # fmt: skip
+SHARERS = Number(
+    "top_shared", "n-grams listed that share a row (default %(default)s)", 10, "sharers", "a number of listed sharers",
+    low=0, high=500, label="Listed sharers",
+    tip="Of the n-grams that address the same row, the most frequent ones.",
+)  # fmt: skip
 ASK = Ask("rows", "rows", (
     Models(),
     Prompt("prompt", "the prompt", required=True),
     Place("position", "token of the prompt, negative from the end (default %(default)s)", -1, "pos"),
     Place("layer", "a memory layer (default: the first)", None, "memory"),
     Counted("text", "texts to count hits and collisions over, one a line, or .jsonl"),
-    Number("top_k", "tokens listed for each row (default %(default)s)", 8, "top", "a number of top tokens", low=1,
-           high=TOP),
-    Number("top_shared", "n-grams listed that share a row (default %(default)s)", 10, "sharers",
-           "a number of listed sharers", low=0, high=SHARERS),
+    TOP,
+    SHARERS,
     Flag("counts", "training hits, from engram-lab rows count (default: what ships)", metavar="FILE"),
 ))  # fmt: skip
 

@@ -112,11 +112,14 @@ class Controls(Repeated):
         return {"controls": words, "at": "each" if len(ends) > 1 else ends[0] or "all"}
 
 
+CONTROLS = Controls(
+    "controls", "off, zeroed, shuffled or one_row, at all memory layers or at one; may be repeated (default: off)",
+    flag="control", metavar="NAME[@LAYER]", ours=lambda: ("off",), key="controls", label="Change",
+)  # fmt: skip
 ASK = Ask("sensitivity", "sensitivity", (
     Models(against="optional"),
     Sets("sets"),
-    Controls("controls", "off, zeroed, shuffled or one_row, at all memory layers or at one; may be repeated (default: "
-             "off)", flag="control", metavar="NAME[@LAYER]", ours=lambda: ("off",)),
+    CONTROLS,
     *RESAMPLING,
 ))  # fmt: skip
 
