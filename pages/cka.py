@@ -17,6 +17,14 @@ from engram_lab.probes.cka import CKAConfig, looks_like
 from engram_lab.probes.lens import LensConfig
 from engram_lab.probes.points import ENTITY, LAST, Sentence, read_sentences, take
 
+PAGE = {
+    "title": "Layer alignment (CKA)",
+    "icon": "grid_on",
+    "section": "Layers",
+    "place": 2,
+    "asks": "Which layer of the Engram looks like which layer of its twin: is it effectively deeper?",
+}
+
 FIRST = 200  # sentences that the page opens with: enough for narrow intervals, and seconds to run
 HALF = 475  # pixels of a chart, of which two fit side by side on a wide window
 

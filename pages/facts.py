@@ -9,6 +9,14 @@ import streamlit as st
 from engram_lab.lab.app import fact_users
 from engram_lab.pages import facts_shown, facts_writing
 
+PAGE = {
+    "title": "Facts",
+    "icon": "edit_note",
+    "section": "Users",
+    "place": 8,
+    "asks": "Can a user's facts be written into single rows, and what else changes?",
+}
+
 CHECK = "Write and check"
 SETS = {"Density": facts_shown.density, "Layers": facts_shown.layers, "Alternatives": facts_shown.alternatives}
 

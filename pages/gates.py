@@ -18,6 +18,14 @@ from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Report
 from engram_lab.probes.gates import ControlRun, GatesConfig
 
+PAGE = {
+    "title": "Gates",
+    "icon": "door_open",
+    "section": "Memory",
+    "place": 3,
+    "asks": "At which tokens does the memory open, what comes through, and is anything lost without it?",
+}
+
 
 def main() -> None:
     """Mode, then its page."""

@@ -15,6 +15,14 @@ from engram_lab.models.errors import LabError
 from engram_lab.models.hashing import NgramHash
 from engram_lab.models.tables import memories
 
+PAGE = {
+    "title": "Hash",
+    "icon": "tag",
+    "section": "Memory",
+    "place": 6,
+    "asks": "How does a text become rows, step by step?",
+}
+
 
 def main() -> None:
     """The model's own hash, where there is one, and the example, which needs no model."""

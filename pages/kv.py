@@ -6,6 +6,14 @@ import streamlit as st
 
 from engram_lab.pages import kv_edits, kv_runs, kv_scenario
 
+PAGE = {
+    "title": "KV cache",
+    "icon": "layers",
+    "section": "Cache",
+    "place": 7,
+    "asks": "What does a KV cache remember of a field: the field itself, or conclusions behind it?",
+}
+
 # With a scenario; the others have texts of their own, or take all scenarios.
 ONE = {
     "Swap": kv_edits.swap,

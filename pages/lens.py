@@ -18,6 +18,14 @@ from engram_lab.probes.base import Report
 from engram_lab.probes.lens import LensConfig, TunedReading
 from engram_lab.probes.tuned_lens import find
 
+PAGE = {
+    "title": "Logit lens",
+    "icon": "stacked_line_chart",
+    "section": "Layers",
+    "place": 1,
+    "asks": "When does each model know what it is going to say? Raw, and through a lens tuned to each layer.",
+}
+
 # What the map's colours can show, in the words of the URL.
 MEASURES: dict[str, lens_figures.Measure] = {
     "KL": "kl",

@@ -10,6 +10,14 @@ from engram_lab.lab.app import page
 from engram_lab.lab.fronts import FRONTS, reference
 from engram_lab.lab.fronts import entry as reference_entry
 
+PAGE = {
+    "title": "Reference",
+    "icon": "menu_book",
+    "section": "Help",
+    "place": 10,
+    "models": False,
+}
+
 
 def main() -> None:
     """A probe, and all that is to be known of it."""

@@ -15,6 +15,14 @@ from engram_lab.models.ngrams import engram_model
 from engram_lab.probes.base import Report
 from engram_lab.probes.rows import RowsConfig
 
+PAGE = {
+    "title": "Rows",
+    "icon": "table_rows",
+    "section": "Memory",
+    "place": 4,
+    "asks": "Which rows does an n-gram read, who shares them, and which tokens do they promote?",
+}
+
 
 def main() -> None:
     """The request, then n-grams, rows, what they say, and usage."""

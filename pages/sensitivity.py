@@ -12,6 +12,14 @@ from engram_lab.lab.fronts.sensitivity import WORDS
 from engram_lab.models.errors import DataError
 from engram_lab.probes.sensitivity import SensitivityConfig, TextSet
 
+PAGE = {
+    "title": "What it is for",
+    "icon": "query_stats",
+    "section": "Memory",
+    "place": 5,
+    "asks": "Which texts need the memory: facts, or what can be read off the page?",
+}
+
 
 def main() -> None:
     """The sets and the controls, then the figure, one sentence and the table."""

@@ -6,6 +6,14 @@ import streamlit as st
 
 from engram_lab.pages import sessions_compare, sessions_list
 
+PAGE = {
+    "title": "Sessions",
+    "icon": "bookmarks",
+    "section": "Experiments",
+    "place": 9,
+    "models": False,
+}
+
 
 def main() -> None:
     """The list, the chosen session, the comparison."""

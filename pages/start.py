@@ -8,23 +8,19 @@ from typing import Any
 
 import streamlit as st
 
-from engram_lab.lab.app import runner
+from engram_lab.lab.app import catalogue, runner
 from engram_lab.lab.ask import texts
 from engram_lab.lab.command import card
 from engram_lab.lab.draw import diagram, labels
 from engram_lab.lab.draw import training as training_figures
 from engram_lab.pages import sessions_list
 
-# A page -> what it answers.
-QUESTIONS = {
-    "lens": "When does each model know what it is going to say? Raw, and through a lens tuned to each layer.",
-    "cka": "Which layer of the Engram looks like which layer of its twin: is it effectively deeper?",
-    "gates": "At which tokens does the memory open, what comes through, and is anything lost without it?",
-    "rows": "Which rows does an n-gram read, who shares them, and which tokens do they promote?",
-    "sensitivity": "Which texts need the memory: facts, or what can be read off the page?",
-    "hash": "How does a text become rows, step by step?",
-    "facts": "Can a user's facts be written into single rows, and what else changes?",
-    "kv": "What does a KV cache remember of a field: the field itself, or conclusions behind it?",
+PAGE = {
+    "title": "Start",
+    "icon": "explore",
+    "section": "",
+    "place": 0,
+    "models": False,
 }
 
 
@@ -78,11 +74,12 @@ st.markdown(
     "earlier** than its twin. The logit lens puts that to the test."
 )
 st.subheader("What you can ask")
-for page, question in QUESTIONS.items():
-    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
-        with st.container(width=230):
-            st.page_link(Path(__file__).with_name(f"{page}.py"))
-        st.markdown(question)
+for page in catalogue.pages():
+    if page.asks:
+        with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+            with st.container(width=230):
+                st.page_link(page.file)
+            st.markdown(page.asks)
 st.subheader("A first experiment")
 st.markdown("Pick a prompt, and see at which layer each model knows how it goes on.")
 examples = texts.examples()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from pathlib import Path
 from typing import Any
 
 import streamlit as st
 
-from engram_lab.lab.app import progress, reopened, runner
+from engram_lab.lab.app import catalogue, progress, reopened, runner
 from engram_lab.lab.draw import labels, theme
 from engram_lab.models.errors import LabError
 
@@ -18,8 +17,7 @@ ICON = (
     '<g fill="none" stroke="#FBFAF7" stroke-width="2.6"><path d="M7 9h18M7 16h18M7 23h18"/></g>'
     '<circle cx="21" cy="16" r="4.4" fill="#E69F00"/></svg>'
 )
-WITHOUT_MODELS = ("", "start", "sessions", "reference")  # pages that are drawn while torch is imported
-PAGES = Path(__file__).resolve().parents[2] / "pages"
+START = "start"  # the page at the root
 
 
 def pick_models() -> None:
@@ -48,30 +46,18 @@ def pick_models() -> None:
     st.caption("Or type a local folder, a hub id or a .gguf file.")
 
 
-def at(name: str, title: str, icon: str, default: bool = False) -> Any:
-    """A page: its file in pages/ and its path in the URL are both `name`."""
-    return st.Page(PAGES / f"{name}.py", title=title, icon=f":material/{icon}:", url_path=name, default=default)
-
-
-navigation = st.navigation(
-    {
-        "": [at("start", "Start", "explore", default=True)],
-        "Layers": [at("lens", "Logit lens", "stacked_line_chart"), at("cka", "Layer alignment (CKA)", "grid_on")],
-        "Memory": [
-            at("gates", "Gates", "door_open"),
-            at("rows", "Rows", "table_rows"),
-            at("sensitivity", "What it is for", "query_stats"),
-            at("hash", "Hash", "tag"),
-        ],
-        "Cache": [at("kv", "KV cache", "layers")],
-        "Users": [at("facts", "Facts", "edit_note")],
-        "Experiments": [at("sessions", "Sessions", "bookmarks")],
-        "Help": [at("reference", "Reference", "menu_book")],
-    }
-)
-title = "Engram Lab" if navigation.url_path in ("", "start") else f"{navigation.title} · Engram Lab"
+sections: dict[str, list[Any]] = {}
+for page in catalogue.pages():
+    sections.setdefault(page.section, []).append(
+        st.Page(
+            page.file, title=page.title, icon=f":material/{page.icon}:", url_path=page.name, default=page.name == START
+        )
+    )
+navigation = st.navigation(sections)
+shown = next(page for page in catalogue.pages() if page.name == (navigation.url_path or START))
+title = "Engram Lab" if shown.name == START else f"{shown.title} · Engram Lab"
 st.set_page_config(page_title=title, page_icon=ICON, layout="wide")
-reopened.begin(navigation.url_path or "start")  # before any widget
+reopened.begin(shown.name)  # before any widget
 st.html(theme.css(runner.mode()))
 with st.sidebar:
     pick_models()
@@ -79,7 +65,7 @@ if reopened.state().said:
     st.warning(reopened.state().said, icon=":material/bookmark:")
     reopened.state().said = ""
 try:
-    if navigation.url_path not in WITHOUT_MODELS:
+    if shown.models:
         progress.wait_for_imports()
     with runner.script():
         navigation.run()

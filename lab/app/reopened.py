@@ -15,7 +15,7 @@ import streamlit as st
 from engram_lab.lab.app import progress, streamlit_internals
 from engram_lab.lab.ask.view import View, may_be_set
 from engram_lab.lab.draw import labels
-from engram_lab.lab.fronts import settled
+from engram_lab.lab.fronts import FRONTS, front, settled
 from engram_lab.models.errors import LabError
 from engram_lab.probes.base import Record, Report
 
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from engram_lab.models.handle import Handle
 
 _STATE = "_reopened"
-# The uploaders of each page: a page that is put back has the files of its view and no others.
-_UPLOADERS = {
-    "lens": ("file",), "gates": ("file",), "rows": ("file",), "cka": ("cka_file", "cka_file_b"),
-    "sensitivity": ("sets",), "kv": ("kv_file",),
-}  # fmt: skip
 OVERLAY = "overlay"  # the attachment of a check of facts: see facts_users.attachments
 _OURS = "keep_"  # keys of the widgets that keep a run, which are no part of the page's view
 
@@ -83,9 +78,10 @@ def begin(page: str) -> None:
     view = own.views.pop(page, None)
     if view is not None:
         own.put_back = [*view.widgets, *(f"kept.{key}" for key in view.files)]
-        for name in _UPLOADERS.get(page, ()):
-            for key in [key for key in st.session_state if f"{key}.".startswith(f"kept.{name}.")]:
-                del st.session_state[key]
+        asks = (front(probe).ASK for probe in FRONTS)
+        uploaders = {f"kept.{key}." for ask in asks if ask.page == page for part in ask.parts for key in part.uploads}
+        for key in [key for key in st.session_state if f"{key}.".startswith(tuple(uploaders))]:
+            del st.session_state[key]  # the page has the files of its view and no others
         st.session_state.update({f"kept.{key}": file for key, file in view.files.items()})  # see uploads.upload
         st.session_state.update(view.widgets)
 

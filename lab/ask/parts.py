@@ -93,6 +93,7 @@ def file_of_texts(texts: Sequence[str], ours: Sequence[str]) -> dict[str, File]:
 class Prompts(Part):
     """One prompt, told position by position (`detail`), or a text set, told in means."""
 
+    uploads = ("file",)
     field: str = "prompts"
 
     def add(self, parser: argparse.ArgumentParser) -> None:
@@ -222,6 +223,7 @@ class Experiment(Part):
 class Scenario(Part):
     """One scenario with --align, and the experiment of the page that it opens, of which `fields` can be edited."""
 
+    uploads = ("kv_file",)
     field: str = "scenario"
     experiment: str = ""
     fields: tuple[str, ...] = EDITED

@@ -10,7 +10,7 @@ import argparse
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from engram_lab.lab.ask.view import LARGEST_FILE, View, is_plain
 from engram_lab.models.errors import LabError
@@ -55,6 +55,7 @@ def in_order(what: str, values: Sequence[Any], offered: Collection[Any]) -> list
 class Part:
     """One field of a request, of which nothing is a flag and nothing a widget: it has to be as by default."""
 
+    uploads: ClassVar[tuple[str, ...]] = ()  # keys of the uploaders that `brought` may fill
     field: str
     help: str = ""
     default: Any = None

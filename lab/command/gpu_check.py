@@ -13,7 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.command.console import write
+from engram_lab.lab.fronts import FRONTS, front
 from engram_lab.lab.sessions import compare
 from engram_lab.probes.running import compute
 
@@ -26,59 +28,12 @@ if TYPE_CHECKING:
 FLOAT32_BOUND = 1e-4  # and as much of the value itself
 BFLOAT16_BOUND = 0.25  # nats at a single layer and position, or probability, and as much of the value itself
 ROUNDED = ("nats", "nats a token", "probability")  # units that BFLOAT16_BOUND is of
-PROMPT = "The Soviet Union and the United States of America signed the treaty in New York City in 1963."
 REPEATS, ENOUGH = 5, 2.0  # times that something is measured, and seconds after which it is not again
 
 
 def requests(engram: str, dense: str) -> dict[str, Any]:
-    """Of every probe a short request that shows most of what it computes."""
-    from engram_lab.lab.fronts import facts_alternatives
-    from engram_lab.probes.cka import CKAConfig
-    from engram_lab.probes.facts.check import CheckConfig
-    from engram_lab.probes.facts.density import DensityConfig
-    from engram_lab.probes.facts.layers import LayersConfig
-    from engram_lab.probes.facts.sets import StatedFact, Writing
-    from engram_lab.probes.gates import GatesConfig
-    from engram_lab.probes.kv.compose import ComposeConfig
-    from engram_lab.probes.kv.erratum import ErratumConfig
-    from engram_lab.probes.kv.knockout import KnockoutConfig
-    from engram_lab.probes.kv.map import MapConfig
-    from engram_lab.probes.kv.reasoning import ReasoningConfig
-    from engram_lab.probes.kv.scenario import Scenario
-    from engram_lab.probes.kv.set import SetConfig
-    from engram_lab.probes.kv.swap import SwapConfig
-    from engram_lab.probes.lens import LensConfig
-    from engram_lab.probes.rows import RowsConfig
-    from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet
-
-    one, both = (engram,), (engram, dense)
-    sentences = tuple(f"{PROMPT[:-5]}{year}." for year in range(1960, 1966))
-    scenario = Scenario("He was born in {field}, a city in the", "France", "England", " north", " south",
-                        question="Where is it? In the", erratum="It is {new}.", irrelevant="It is late.",
-                        wrong="It is {third}.", third="Spain")  # fmt: skip
-    facts = (StatedFact("Her favourite city is", " Rome"), StatedFact("The treaty was signed in", " Paris"))
-    closed = Writing("maya", method="closed_form")  # a search for rows would make much of little
-    return {
-        "lens": LensConfig(both, (PROMPT,), " States"),
-        "gates": GatesConfig(one, (PROMPT,), controls=("shuffled",), knock_out=True),
-        "rows": RowsConfig(one, (PROMPT,), text=sentences),
-        "sensitivity": SensitivityConfig(both, (TextSet("prompt", (Item(PROMPT),)),)),
-        "cka": CKAConfig(both, sentences, points="all", bootstrap=20),
-        # The best positions hang on near ties, which another number format may break otherwise.
-        "kv swap": SwapConfig(one, scenario, align="split", best=(), draws=2),
-        "kv map": MapConfig(one, scenario, align="split"),
-        "kv knockout": KnockoutConfig(one, scenario, draws=2, align="split"),
-        "kv erratum": ErratumConfig(one, scenario, align="split"),
-        "kv reasoning": ReasoningConfig(one, scenario, (0, 4), align="split"),
-        "kv compose": ComposeConfig(one, "In 1963,", PROMPT, " The treaty was signed in", time=False),
-        "kv set": SetConfig(one, (scenario,), "split", bootstrap=20),
-        "facts check": CheckConfig(one, facts, closed, sentences, bootstrap=20),
-        "facts layers": LayersConfig(one, facts, closed, bootstrap=20),
-        "facts density": DensityConfig(one, facts, closed, sizes=(1, 2), bootstrap=20),
-        "facts alternatives": facts_alternatives.request(
-            one, facts, sentences, 1, writing=closed, ranks=(4,), lora_steps=5, bootstrap=20
-        ),
-    }
+    """Of every probe its front's example, on these two models."""
+    return {probe: front(probe).example(engram, dense) for probe in FRONTS}
 
 
 def rounded(a: Report, b: Report) -> tuple[float, list[str]]:
@@ -139,7 +94,7 @@ def check(device: str = "cuda", names: tuple[str, str] = ("engram-mini", "dense-
     for probe in asked:
         seconds, expected[probe] = timed(partial(_run, probe, asked[probe], reference), "cpu")
         out["runs"].append({"probe": probe, "device": "cpu", "dtype": "float32", "seconds": seconds})
-    ids = torch.tensor([reference[0].encode(PROMPT) * 20])[:, :256]
+    ids = torch.tensor([reference[0].encode(brief.PROMPT) * 20])[:, :256]
     for dtype, bound in (("float32", FLOAT32_BOUND), ("bfloat16", BFLOAT16_BOUND)):
         for tables in (device, "pinned host memory") if cuda else (device,):
             handles = [open_model(name, device=device, dtype=dtype) for name in names]

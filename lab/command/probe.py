@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from engram_lab.lab.ask import flags
 from engram_lab.lab.command.console import Parser, progress, write
-from engram_lab.lab.fronts import FRONTS, GROUPS, front, settled
+from engram_lab.lab.fronts import FRONTS, front, group_line, settled
 
 if TYPE_CHECKING:
     from engram_lab.probes.base import Report
@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
     for name, text in FRONTS.items():
         group, _, last = name.rpartition(" ")
         if group not in groups:
-            groups[group] = groups[""].add_parser(group, help=GROUPS[group]).group("probes", "PROBE")
+            groups[group] = groups[""].add_parser(group, help=group_line(group)).group("probes", "PROBE")
         groups[group].add_parser(last, help=text, description=text, fill=partial(add_probe, name=name))
 
 

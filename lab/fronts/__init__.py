@@ -10,8 +10,11 @@ settled(report), the request as its page makes it.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from engram_lab import probes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,29 +25,34 @@ if TYPE_CHECKING:
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
 
-FRONTS = {  # all probes, in the order of --help, each with its line there; a probe's files are named after it
-    "lens": "logit lens and tuned lens: what each layer would predict",
-    "cka": "CKA: which layer of one model looks like which layer of another",
-    "gates": "gates of a memory: what opens, what is written, what it says and whether it matters",
-    "rows": "rows: what one position reads from the memory, who shares it, and how evenly a text uses it",
-    "sensitivity": "loss on text sets with the memory intact, changed and off",
-    "kv swap": "swap K and V of a changed field, of what is behind it, and of other positions into a stale cache",
-    "kv map": "what each position and layer of a cache recovers, swapped alone",
-    "kv knockout": "the answer with a part of the cache zeroed, averaged, made noise or taken from another text",
-    "kv erratum": "a correction behind a stale cache in place of a new prefill, with controls, and a chain of them",
-    "kv reasoning": "the field alone swapped, and the model writes some tokens before it answers",
-    "kv compose": "a block prefilled alone, moved behind a prefix by rotating its keys, against a full prefill",
-    "kv set": "a whole library of scenarios: kind of question by recovery, with intervals",
-    "facts check": "write facts, then: did the model learn them, what else changed, does undoing give every bit back",
-    "facts layers": "the same facts written at each memory layer by itself",
-    "facts density": "recall over the number of facts, aliases apart from interference; two users on top of each other",
-    "facts alternatives": "the same facts in rows, in LoRA, in the prompt and retrieved: recall, and what happens to "
-    "unrelated text",
-}
-GROUPS = {  # the first words of the names that have two
-    "kv": "what a KV cache remembers of a prompt: swap, map, knock out, correct, move",
-    "facts": "what writing a user's facts into rows does: check, layers, density, alternatives",
-}
+_PROBES = Path(probes.__path__[0])
+FIRST = ("lens", "cka", "gates", "rows", "sensitivity")  # in lists; the others follow by name
+
+
+def _line_of(file: Path) -> str:
+    """The first line of a module's docstring, as a help text: without its capital and its full stop."""
+    with file.open(encoding="utf-8") as text:
+        line = text.readline().strip().strip('"').removesuffix(".")
+    return line if line[1:2].isupper() else line[0].lower() + line[1:]
+
+
+def _discovered() -> dict[str, str]:
+    """Every front that has a probe of its name, "kv swap" in probes/kv/swap.py: name -> the front's first line."""
+    found: dict[str, str] = {}
+    for file in Path(__file__).parent.glob("*.py"):
+        words = file.stem.split("_")
+        if _PROBES.joinpath(*words).with_suffix(".py").is_file():
+            found[" ".join(words)] = _line_of(file)
+    order = (*FIRST, *sorted(found))
+    return {name: found[name] for name in dict.fromkeys(order) if name in found}
+
+
+FRONTS = _discovered()  # all probes, in the order of --help, each with its line there
+
+
+def group_line(group: str) -> str:
+    """What the probes whose names begin with one word have in common: the first line of their folder."""
+    return _line_of(_PROBES / group / "__init__.py")
 
 
 def front(probe: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""CKA on the command line and in exports."""
+"""CKA: which layer of one model looks like which layer of another."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import NOTHING, RESAMPLING, Models
 from engram_lab.lab.ask.request import Ask, File, Part, flag, refuse, word_of
 from engram_lab.lab.fronts.entry import CKA, ENGRAM, HSIC, UNBIASED, Entry
@@ -65,6 +66,8 @@ class Pair(Models):
 
 class Sentences(Part):
     """The sentences, the positions in them that are compared, and other texts for the second model."""
+
+    uploads = ("cka_file", "cka_file_b")
 
     def add(self, parser: argparse.ArgumentParser) -> None:
         """--entities or --prompts, --prompts-b, --points and --max-sentences."""
@@ -189,6 +192,13 @@ def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fi
 
     lead = None if report.result.lead is None else lead_curve(report, mode)
     return [figure(report, mode, handles), alignment_curve(report, mode), lead]
+
+
+def example(engram: str, dense: str) -> CKAConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.cka import CKAConfig
+
+    return CKAConfig((engram, dense), brief.SENTENCES, points="all", bootstrap=brief.BOOTSTRAP)
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

@@ -1,4 +1,4 @@
-"""A user's facts in rows, in LoRA, in the prompt and retrieved, on the command line and in exports."""
+"""The same facts in rows, in LoRA, in the prompt and retrieved: recall, and what happens to unrelated text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import BOOTSTRAP, SEED, Facts, Models, Unrelated, unasked, with_layer
 from engram_lab.lab.ask.request import Ask, Number, Repeated, Switch, flag
 from engram_lab.lab.draw import labels
@@ -263,6 +264,14 @@ def sentences(report: Report) -> list[str]:
             by = interval_of(result, "gap", (k, m))
             found.append(f"{result.methods[m]} says more answers to {kind} than the rows, by {by}.")
     return found
+
+
+def example(engram: str, dense: str) -> AlternativesConfig:
+    """A short request that shows most of what the probe computes."""
+    return request(
+        (engram,), brief.facts(), brief.SENTENCES, 1, writing=brief.writing(), ranks=(4,), lora_steps=5,
+        bootstrap=brief.BOOTSTRAP,
+    )  # fmt: skip
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

@@ -1,10 +1,11 @@
-"""A user's facts, written and checked, on the command line and in exports."""
+"""Write facts, then: did the model learn them, what else changed, does undoing give every bit back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import RESAMPLED, Facts, Models, Unrelated, with_layer
 from engram_lab.lab.ask.request import Ask
 from engram_lab.lab.draw import labels
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
-    from engram_lab.probes.facts.check import CheckResult
+    from engram_lab.probes.facts.check import CheckConfig, CheckResult
     from engram_lab.probes.facts.locality import BitCheck
 
 
@@ -267,6 +268,13 @@ def locality_sentence(report: Report) -> str:
 def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
     """All figures that the report has without asking the reader anything."""
     return [figure(report, mode), locality(report, mode)]
+
+
+def example(engram: str, dense: str) -> CheckConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.facts.check import CheckConfig
+
+    return CheckConfig((engram,), brief.facts(), brief.writing(), brief.SENTENCES, bootstrap=brief.BOOTSTRAP)
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

@@ -1,4 +1,4 @@
-"""How many facts a memory takes, on the command line and in exports."""
+"""Recall over the number of facts, aliases apart from interference; two users on top of each other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import RESAMPLED, Facts, Models, with_layer
 from engram_lab.lab.ask.request import Ask, Repeated, Switch
 from engram_lab.lab.draw import labels
@@ -151,6 +152,13 @@ def stack_table(report: Report) -> list[dict[str, str]]:
         for case in report.result.stacks
         for n, user in enumerate(case.users)
     ]
+
+
+def example(engram: str, dense: str) -> DensityConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.facts.density import DensityConfig
+
+    return DensityConfig((engram,), brief.facts(), brief.writing(), sizes=(1, 2), bootstrap=brief.BOOTSTRAP)
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

@@ -1,10 +1,11 @@
-"""The same facts at each memory layer, on the command line and in exports."""
+"""The same facts written at each memory layer by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import RESAMPLED, Facts, Models, unasked
 from engram_lab.lab.ask.request import Ask, Repeated
 from engram_lab.lab.draw import labels
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
+    from engram_lab.probes.facts.layers import LayersConfig
 
 
 ASK = Ask("facts layers", "facts", (
@@ -77,6 +79,13 @@ def layer_table(report: Report) -> list[dict[str, str]]:
         }
         for n, layer in enumerate(result.layers)
     ]
+
+
+def example(engram: str, dense: str) -> LayersConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.facts.layers import LayersConfig
+
+    return LayersConfig((engram,), brief.facts(), brief.writing(), bootstrap=brief.BOOTSTRAP)
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

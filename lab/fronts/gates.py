@@ -1,10 +1,11 @@
-"""The gates of a memory on the command line and in exports."""
+"""Gates of a memory: what opens, what is written, what it says and whether it matters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import BOOTSTRAP, SEED, Models, Prompts, of_a_set, of_one_prompt
 from engram_lab.lab.ask.request import Ask, Number, Part, Repeated, Switch, Text, refuse
 from engram_lab.lab.fronts.entry import ENGRAM, Entry
@@ -183,6 +184,13 @@ def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fi
     for drawn in maps:  # beside two rows there is no room for it, and the subtitle names the unit
         drawn.update_traces(colorbar_title_text="", selector={"type": "heatmap"})
     return [first, *maps]
+
+
+def example(engram: str, dense: str) -> GatesConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.gates import GatesConfig
+
+    return GatesConfig((engram,), (brief.PROMPT,), controls=("shuffled",), knock_out=True)
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

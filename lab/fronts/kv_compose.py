@@ -1,4 +1,4 @@
-"""A block's cache moved behind a prefix, on the command line and in exports."""
+"""A block prefilled alone, moved behind a prefix by rotating its keys, against a full prefill."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import SECONDS, Experiment, Models
 from engram_lab.lab.ask.request import Ask, Flag, Numbers, Ours, flag_of_several, refuse
 from engram_lab.lab.draw import labels
@@ -248,6 +249,13 @@ def compose_table(report: Report) -> list[dict[str, str]]:
 def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
     """All figures that the report has without asking the reader anything."""
     return [figure(report, mode), compose_times(report, mode)]
+
+
+def example(engram: str, dense: str) -> ComposeConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.kv.compose import ComposeConfig
+
+    return ComposeConfig((engram,), "In 1963,", brief.PROMPT, " The treaty was signed in", time=False)
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

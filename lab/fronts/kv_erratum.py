@@ -1,4 +1,4 @@
-"""Errata behind a stale cache, on the command line and in exports."""
+"""A correction behind a stale cache in place of a new prefill, with controls, and a chain of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import EDITED, ERRATA, SECONDS, Models, Scenario
 from engram_lab.lab.ask.request import Ask, Number, Numbers, Repeated, Text, flag, refuse
 from engram_lab.lab.draw import cache, labels
@@ -253,6 +254,13 @@ def timeline(report: Report, mode: Mode = "light") -> go.Figure | None:
 def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
     """All figures that the report has without asking the reader anything."""
     return [figure(report, mode), timeline(report, mode)]
+
+
+def example(engram: str, dense: str) -> ErratumConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.kv.erratum import ErratumConfig
+
+    return ErratumConfig((engram,), brief.scenario(), align="split")
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

@@ -1,4 +1,4 @@
-"""Knock-outs in a cache, on the command line and in exports."""
+"""The answer with a part of the cache zeroed, averaged, made noise or taken from another text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import SEED, Models, Scenario
 from engram_lab.lab.ask.request import Ask, Number, Numbers, Ours, Part, Repeated, flag, in_order
 from engram_lab.lab.draw import cache, labels
@@ -153,6 +154,13 @@ def figure(report: Report, mode: Mode = "light", handles: Sequence[Handle] = ())
     figure.update_xaxes(title_text="margin of the right answer, logits")
     list_axis(figure, targets, "knocked out")
     return figure
+
+
+def example(engram: str, dense: str) -> KnockoutConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.kv.knockout import KnockoutConfig
+
+    return KnockoutConfig((engram,), brief.scenario(), draws=2, align="split")
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

@@ -1,4 +1,4 @@
-"""The position x layer map of a cache, on the command line and in exports."""
+"""What each position and layer of a cache recovers, swapped alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import SWAPPED, Models, Scenario
 from engram_lab.lab.ask.request import Ask, Number, Part
 from engram_lab.lab.draw import cache, labels
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
+    from engram_lab.probes.kv.map import MapConfig
 
 
 LAYER_GROUPS = Number("groups", "groups of neighbouring layers (default 0: each layer by itself)", 0, "groups",
@@ -100,6 +102,13 @@ def single_recovery(report: Report) -> dict[int, float]:
     """Position -> the most that it recovers in any layers when it alone is swapped."""
     best = report.result.recovery.max(axis=0)
     return {p: float(best[p]) for p in np.flatnonzero(report.result.differs).tolist()}
+
+
+def example(engram: str, dense: str) -> MapConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.kv.map import MapConfig
+
+    return MapConfig((engram,), brief.scenario(), align="split")
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

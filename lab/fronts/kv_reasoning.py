@@ -1,10 +1,11 @@
-"""Writing before the answer from a cache with the field swapped, on the command line and in exports."""
+"""The field alone swapped, and the model writes some tokens before it answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import Models, Scenario
 from engram_lab.lab.ask.request import Ask, Numbers, Ours
 from engram_lab.lab.draw import cache, labels
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
+    from engram_lab.probes.kv.reasoning import ReasoningConfig
 
 
 def _cue() -> str:
@@ -113,6 +115,13 @@ def reasoning_table(report: Report) -> list[dict[str, str]]:
         }
         for n, source in enumerate(result.sources)
     ]
+
+
+def example(engram: str, dense: str) -> ReasoningConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.kv.reasoning import ReasoningConfig
+
+    return ReasoningConfig((engram,), brief.scenario(), (0, 4), align="split")
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

@@ -1,4 +1,4 @@
-"""A library of scenarios as one table, on the command line and in exports."""
+"""A whole library of scenarios: kind of question by recovery, with intervals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.ask import scenarios
+from engram_lab.lab.ask import brief, scenarios
 from engram_lab.lab.ask.parts import RESAMPLING, Experiment, Models, file_of_scenarios
 from engram_lab.lab.ask.request import Ask, File, Part, flag
 from engram_lab.lab.draw import labels
@@ -38,6 +38,8 @@ def _ships(given: Sequence[Scenario]) -> list[str] | None:
 
 class Library(Part):
     """All scenarios of a file, or those that ship, and how values of different length are aligned."""
+
+    uploads = ("kv_file",)
 
     def add(self, parser: argparse.ArgumentParser) -> None:
         """--scenarios, --chat and --align."""
@@ -197,6 +199,13 @@ def scenario_table(report: Report) -> list[dict[str, str]]:
         }
         for n, name in enumerate(result.ids)
     ]
+
+
+def example(engram: str, dense: str) -> SetConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.kv.set import SetConfig
+
+    return SetConfig((engram,), (brief.scenario(),), "split", bootstrap=brief.BOOTSTRAP)
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

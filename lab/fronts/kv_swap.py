@@ -1,4 +1,4 @@
-"""The swap ladder of a cache, on the command line and in exports."""
+"""Swap K and V of a changed field, of what is behind it, and of other positions into a stale cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import SEED, SWAPPED, Models, Scenario
 from engram_lab.lab.ask.request import Ask, Number, Numbers, Part, in_order, refuse
 from engram_lab.lab.draw import cache, labels
@@ -239,6 +240,14 @@ def single_recovery(report: Report) -> dict[int, float]:
 def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Figure | None]:
     """All figures that the report has without asking the reader anything."""
     return [figure(report, mode), answers(report, mode)]
+
+
+def example(engram: str, dense: str) -> SwapConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.kv.swap import SwapConfig
+
+    # The best positions hang on near ties, which another number format may break otherwise.
+    return SwapConfig((engram,), brief.scenario(), align="split", best=(), draws=2)
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

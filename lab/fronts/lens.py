@@ -1,10 +1,11 @@
-"""The logit lens on the command line and in exports."""
+"""Logit lens and tuned lens: what each layer would predict."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import RESAMPLING, Models, Prompts, of_a_set, of_one_prompt
 from engram_lab.lab.ask.request import Ask, Number, Switch, Text
 from engram_lab.lab.fronts.entry import ENGRAM, LOGIT_LENS, TUNED_LENS, Entry
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from engram_lab.lab.draw.theme import Mode
     from engram_lab.models.handle import Handle
     from engram_lab.probes.base import Report
+    from engram_lab.probes.lens import LensConfig
 
 TARGET = Text(
     "target", "a text that is one token, whose rank and probability are reported", key="target", label="Target token",
@@ -101,6 +103,13 @@ def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fi
             for _, tuned in readings(lens):
                 drawn.append(lens_map(report, n, namer(lens.name, handles), mode, tuned=tuned))
     return [*drawn, settle_histogram(report, mode)]
+
+
+def example(engram: str, dense: str) -> LensConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.lens import LensConfig
+
+    return LensConfig((engram, dense), (brief.PROMPT,), " States")
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

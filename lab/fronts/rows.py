@@ -1,4 +1,4 @@
-"""The row inspector on the command line and in exports."""
+"""Rows: what one position reads from the memory, who shares it, and how evenly a text uses it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.flags import TEXTS_FILE, read_texts, texts_file
 from engram_lab.lab.ask.parts import Models, file_of_texts
 from engram_lab.lab.ask.request import Ask, File, Flag, Number, Text, flag, refuse
@@ -57,6 +58,8 @@ class Place(Number):
 
 class Counted(Flag):
     """The texts that hits and collisions are counted over."""
+
+    uploads = ("file",)
 
     def kind(self) -> dict[str, Any]:
         """A file."""
@@ -166,6 +169,13 @@ def figures(report: Report, mode: Mode, handles: Sequence[Handle]) -> list[go.Fi
 
     counted = [name for name in ("text", "training") if getattr(report.result, name) is not None]
     return [figure(report, mode, handles), *(usage_bars(report, name, MEASURES[0], mode) for name in counted)]
+
+
+def example(engram: str, dense: str) -> RowsConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.rows import RowsConfig
+
+    return RowsConfig((engram,), (brief.PROMPT,), text=brief.SENTENCES)
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

@@ -1,4 +1,4 @@
-"""What a memory is needed for, on the command line and in exports."""
+"""Loss on text sets with the memory intact, changed and off."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import RESAMPLING, Models
 from engram_lab.lab.ask.request import Ask, File, Part, Repeated, flag, refuse, word_of
 from engram_lab.lab.ask.texts import items_of, shipped_sets
@@ -49,6 +50,8 @@ def _file(own: Any) -> str:
 
 class Sets(Part):
     """The text sets, of which the page shows one first."""
+
+    uploads = ("sets",)
 
     def add(self, parser: argparse.ArgumentParser) -> None:
         """--set."""
@@ -209,6 +212,13 @@ def sentence(report: Report) -> str:
         verdict = "more than" if low > 0 else "less than" if high < 0 else "about as much as"
         said.append(f"{verdict} one of {result.sets[s]} ({result.change[s, 1]:+.2f})")
     return ", ".join(said) + "."
+
+
+def example(engram: str, dense: str) -> SensitivityConfig:
+    """A short request that shows most of what the probe computes."""
+    from engram_lab.probes.sensitivity import Item, SensitivityConfig, TextSet
+
+    return SensitivityConfig((engram, dense), (TextSet("prompt", (Item(brief.PROMPT),)),))
 
 
 # The measures whose difference between two runs is shown first: paths of the result without indices

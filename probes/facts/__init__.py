@@ -1,1 +1,1 @@
-"""Probes of a user's facts, written into rows."""
+"""What writing a user's facts into rows does: check, layers, density, alternatives."""

@@ -1,1 +1,1 @@
-"""Probes of a KV cache."""
+"""What a KV cache remembers of a prompt: swap, map, knock out, correct, move."""

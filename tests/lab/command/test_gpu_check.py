@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from engram_lab.lab.ask import brief
 from engram_lab.lab.command import gpu_check
 from engram_lab.lab.command.main import main
 from engram_lab.lab.fronts import FRONTS
@@ -48,7 +49,7 @@ def test_two_probes_on_tiny_models(shipped: Path, monkeypatch: pytest.MonkeyPatc
     few = {name: gpu_check.requests("engram-mini", "dense-mini")[name] for name in ("gates", "cka")}
     few["gates"] = dataclasses.replace(few["gates"], prompts=("The river runs",))
     monkeypatch.setattr(gpu_check, "requests", lambda *names: few)
-    monkeypatch.setattr(gpu_check, "PROMPT", "The river runs")
+    monkeypatch.setattr(brief, "PROMPT", "The river runs")
     alike(gpu_check.check("cpu"), len(few))
 
 
