@@ -18,7 +18,7 @@ class Page:
     title: str
     icon: str  # of Material Symbols
     section: str  # of the navigation
-    place: int  # in it, rising
+    place: float  # in the navigation, rising
     asks: str = ""  # the question that the start page lists it under
     models: bool = True  # whether it waits until models can be opened
 

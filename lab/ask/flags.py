@@ -64,12 +64,6 @@ def add_prompts(parser: argparse.ArgumentParser, required: bool = True) -> None:
     )
 
 
-def add_resampling(parser: argparse.ArgumentParser) -> None:
-    """--seed and --bootstrap."""
-    parser.add_argument("--seed", type=int, default=0, help="seed of all that is drawn (default %(default)s)")
-    parser.add_argument("--bootstrap", type=int, default=1000, help="resamples for the intervals (default %(default)s)")
-
-
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Where the report goes."""
     parser.add_argument("--json", metavar="FILE", help="the report; - is stdout, and the default if no file is named")

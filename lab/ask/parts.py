@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import scenarios
-from engram_lab.lab.ask.request import Choice, File, Number, Part, Switch, refuse
+from engram_lab.lab.ask.request import Choice, File, Number, Part, Switch, Text, flag, refuse
 from engram_lab.lab.ask.texts import ONE, SET, held_out, lines_of
 
 if TYPE_CHECKING:
@@ -124,6 +124,22 @@ class Prompts(Part):
     def brought(self, config: Any) -> dict[str, File]:
         """The text set, unless it is the first of ours."""
         return {} if config.detail else file_of_texts(config.prompts, held_out())
+
+
+class Prompt(Text):
+    """One prompt, alone in the request's `prompts`."""
+
+    def read(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The prompt as the only one."""
+        return {"prompts": (args.prompt,)}
+
+    def flags(self, config: Any) -> list[str]:
+        """--prompt."""
+        return [flag("prompt", config.prompts[0])]
+
+    def view(self, config: Any) -> dict[str, Any]:
+        """The box."""
+        return {"prompt": config.prompts[0]}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, NoReturn
 
+from engram_lab.lab.ask.flags import flag as flag
 from engram_lab.lab.ask.view import LARGEST_FILE, View, is_plain
 from engram_lab.models.errors import LabError
 from engram_lab.probes import running
@@ -24,11 +25,6 @@ def refuse(what: str) -> NoReturn:
     raise LabError(
         f"Its page has no setting for {what}: this run can be shown and run again, but not opened on its page."
     )
-
-
-def flag(name: str, value: Any) -> str:
-    """One option as a shell reads it back, whatever the value holds."""
-    return f"--{name}={shlex.quote(str(value))}"
 
 
 def flag_of_several(name: str, values: Sequence[Any]) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.flags import TEXTS_FILE, read_texts, texts_file
-from engram_lab.lab.ask.parts import Models, file_of_texts
-from engram_lab.lab.ask.request import Ask, File, Flag, Number, Text, flag, refuse
+from engram_lab.lab.ask.parts import Models, Prompt, file_of_texts
+from engram_lab.lab.ask.request import Ask, File, Flag, Number, flag, refuse
 from engram_lab.lab.ask.texts import held_out
 from engram_lab.lab.fronts.entry import ENGRAM, Entry
 
@@ -28,22 +28,6 @@ def our_sentences() -> tuple[str, ...]:
     from engram_lab.lab.fronts.cka import shipped
 
     return (*held_out(), *(sentence.text for sentence in shipped()))
-
-
-class Prompt(Text):
-    """The prompt, alone in the request's `prompts`."""
-
-    def read(self, args: argparse.Namespace) -> dict[str, Any]:
-        """The prompt as the only one."""
-        return {"prompts": (args.prompt,)}
-
-    def flags(self, config: RowsConfig) -> list[str]:
-        """--prompt."""
-        return [flag("prompt", config.prompts[0])]
-
-    def view(self, config: RowsConfig) -> dict[str, Any]:
-        """The box."""
-        return {"prompt": config.prompts[0]}
 
 
 class Place(Number):
