@@ -197,7 +197,7 @@ def text_set() -> None:
     handle = which(found, row)
     places = ["", *(f"@{n}" for n in handle.engram_layers)]
     words = {gates_figures.control_name(name + at): name + at for at in places for name in CONTROL_NAMES}
-    chosen = asked.listed(front.CONTROLS, list(words), row, default=list(words)[:1], width=440)
+    chosen = asked.listed(front.CONTROLS, list(words), row, as_picked=True, default=list(words)[:1], width=440)
     min_count = asked.number(front.MIN_COUNT, row, width=150)
     config = GatesConfig(
         models=(handle.name,),

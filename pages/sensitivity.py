@@ -49,7 +49,7 @@ def main() -> None:
             f"{labels.markdown(opened[0].name)} has no memory to take away: choose one that has, such as engram-mini."
         )
         return
-    words = asked.several(sensitivity.CONTROLS, list(WORDS), default=list(WORDS)[:1])
+    words = asked.several(sensitivity.CONTROLS, list(WORDS), default=list(WORDS)[:1], as_picked=True)
     b, c = st.columns(2)
     layers = ["all", *map(str, withs[0].engram_layers), "each"]
     page.keep_within("at", layers, "all")

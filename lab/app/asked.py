@@ -53,13 +53,18 @@ def choice(part: Choice, box: Box | None = None, **layout: Any) -> str:
 
 
 def several(
-    part: Part, offered: Sequence[T], box: Box | None = None, default: Sequence[T] | None = None, **layout: Any
+    part: Part,
+    offered: Sequence[T],
+    box: Box | None = None,
+    default: Sequence[T] | None = None,
+    as_picked: bool = False,
+    **layout: Any,
 ) -> list[T]:
-    """Several of those offered, in their order; all of the part's default among them unless another is given."""
+    """Several of those offered, in their order or as picked; at first the part's default, unless another is given."""
     _keep_within(part, offered)
     first = [value for value in (part.default if default is None else default) if value in offered]
     chosen = _in(box).pills(part.label, offered, selection_mode="multi", default=first, **_known(part, layout))
-    return [value for value in offered if value in chosen]
+    return list(chosen) if as_picked else [value for value in offered if value in chosen]
 
 
 def _keep_within(part: Part, offered: Sequence[Any]) -> None:
@@ -69,11 +74,11 @@ def _keep_within(part: Part, offered: Sequence[Any]) -> None:
         st.session_state[key] = [value for value in st.session_state[key] if value in offered]
 
 
-def listed(part: Part, offered: Sequence[T], box: Box | None = None, **layout: Any) -> list[T]:
-    """Several of many, none at first, in their order."""
+def listed(part: Part, offered: Sequence[T], box: Box | None = None, as_picked: bool = False, **layout: Any) -> list[T]:
+    """Several of many, in their order or as picked; at first none."""
     _keep_within(part, offered)
     chosen = _in(box).multiselect(part.label, offered, **_known(part, layout))
-    return [value for value in offered if value in chosen]
+    return list(chosen) if as_picked else [value for value in offered if value in chosen]
 
 
 def text(part: Part, box: Box | None = None, value: str | None = None, height: int | None = None, **layout: Any) -> str:

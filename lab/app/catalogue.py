@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from engram_lab import pages as files
+FOLDER = Path(__file__).resolve().parents[2] / "pages"
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Page:
     @property
     def file(self) -> Path:
         """Where it stands."""
-        return Path(files.__path__[0]) / f"{self.name}.py"
+        return FOLDER / f"{self.name}.py"
 
 
 @functools.cache
 def pages() -> tuple[Page, ...]:
     """All pages in the order of the navigation. They are read and not run: a page draws when it is imported."""
     found = []
-    for file in Path(files.__path__[0]).glob("*.py"):
+    for file in FOLDER.glob("*.py"):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PAGE":
                 found.append(Page(file.stem, **ast.literal_eval(node.value)))

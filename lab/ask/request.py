@@ -113,7 +113,7 @@ class Flag(Part):
 
     def add(self, parser: argparse.ArgumentParser) -> None:
         """Add the flag."""
-        parser.add_argument(f"--{self.name}", default=self.default, help=self.help, **self.kind())
+        parser.add_argument(f"--{self.name}", **{"default": self.default, "help": self.help} | self.kind())
 
     def read(self, args: argparse.Namespace) -> dict[str, Any]:
         """The field."""

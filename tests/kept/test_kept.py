@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from engram_lab.lab.app import reopened
 from engram_lab.lab.ask import texts
 from engram_lab.lab.ask.view import View
 from engram_lab.lab.command.main import build_parser
@@ -77,9 +78,11 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         packed.extractall(tmp_path / "store")
     url = f"sqlite:///{tmp_path / 'store' / 'store.db'}"
     monkeypatch.setenv("ENGRAM_LAB_STORE", url)
+    reopened.store.clear()  # the app of an earlier test has another one
     opened = open_store(url)
     yield opened
     opened.dispose()
+    reopened.store.clear()
 
 
 def told(run: Any) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def scenarios() -> Iterator[Scenario]:
 
 def swap(draw: random.Random) -> Iterator[Record]:
     for scenario in list(scenarios())[::2]:
-        k = tuple(some(draw, SIZES))
+        k = tuple(some(draw, SIZES.offered))
         layers = tuple(some(draw, range(3))) or None
         fields = {"last": k, "best": k, "random": k, "draws": draw.randint(1, 100), "seed": draw.randrange(2**31)}
         yield SwapConfig(ONE, scenario, draw.choice(("kv", "k", "v")), layers, align="split", **fields)
@@ -143,7 +143,7 @@ def knocked(draw: random.Random) -> Iterator[Record]:
 
 def corrected(draw: random.Random) -> Iterator[Record]:
     for scenario in scenarios():
-        yield ErratumConfig(ONE, scenario, align="split", thresholds=tuple(some(draw, POLICIES, 1)))
+        yield ErratumConfig(ONE, scenario, align="split", thresholds=tuple(some(draw, POLICIES.offered, 1)))
     worded = dataclasses.replace(
         kv_scenarios.library()[0], erratum="Now {new}!", third="Paris", wrong="w", id="look-edited", kind="own"
     )  # fmt: skip
@@ -153,13 +153,13 @@ def corrected(draw: random.Random) -> Iterator[Record]:
 
 def written(draw: random.Random) -> Iterator[Record]:
     for scenario in list(scenarios())[::3]:
-        yield ReasoningConfig(ONE, scenario, tuple(some(draw, TOKENS, 1)), draw.choice(("", NASTY)), "split")
+        yield ReasoningConfig(ONE, scenario, tuple(some(draw, TOKENS.offered, 1)), draw.choice(("", NASTY)), "split")
     yield ReasoningConfig(ONE, kv_scenarios.library()[0])
 
 
 def composed(draw: random.Random) -> Iterator[Record]:
     yield ComposeConfig(ONE)
-    again, lengths = tuple(some(draw, AGAIN)), tuple(some(draw, LENGTHS[:4]))
+    again, lengths = tuple(some(draw, AGAIN.offered)), tuple(some(draw, LENGTHS.offered[:4]))
     yield ComposeConfig(("dense-mini",), "", NASTY, "b", (), again, lengths, True)
     yield ComposeConfig(ONE, NASTY, "b", "c", (" a", "b"), (), (), False)
 
