@@ -41,6 +41,10 @@ class OutOfMemoryError(LabError):
     """The memory of the device or the computer is not enough for a model or a run."""
 
 
+class NotFiniteError(CheckpointError):
+    """A model that gives NaN or infinity where it was run, and a number where it was checked when it was opened."""
+
+
 class Cancelled(Exception):
     """The user cancelled; raised by a progress callback, never a failure."""
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engram_lab.models import loading
-from engram_lab.models.errors import CheckpointError, LabError, PromptError, TargetError, first_line
+from engram_lab.models.errors import CheckpointError, LabError, NotFiniteError, PromptError, TargetError, first_line
 from engram_lab.models.layouts import Layout, find_layout
 from engram_lab.models.pieces import TokenBytes
 from engram_lab.models.tracing import pin_source
@@ -231,7 +231,30 @@ class Handle:
                     stream.append(output[0] if isinstance(output, tuple) else output)
                 logits = nnsight.save(traced.output.logits)
                 nnsight.save(stream)
-            return Residuals(torch.stack(stream), logits)
+            return Residuals(torch.stack(stream), self.finite(logits, inputs["input_ids"], attention_mask))
+
+    def finite(self, logits: Tensor, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The logits [batch, pos, vocab] behind the last tokens of ids [batch, pos], where all are numbers.
+
+        A NaN in a state stays in the stream, so it is seen here, where every state that is shown has to pass. Raises
+        NotFiniteError, which names the token whose embedding it is, or the first behind which it is met (attention
+        takes a NaN to the positions before it, too: 0 times NaN is NaN); `mask` is 0 at padding.
+        """
+        bad = ~logits.sum(dim=-1, dtype=torch.float32).isfinite().cpu()
+        if mask is not None:
+            bad &= mask[:, -bad.shape[1] :].bool().cpu()
+        if not bad.any():
+            return logits
+        row, position = (int(n) for n in bad.nonzero()[0])
+        position += ids.shape[1] - bad.shape[1]
+        embedded = self.model.get_input_embeddings()(ids[row].to(self.device)).isfinite().all(dim=-1)
+        way = "its weights are damaged"
+        if not embedded.all():
+            position, way = int((~embedded).nonzero()[0]), "the row of this token in its embedding is damaged"
+        token = self.pieces([int(ids[row, position])], whole=False)[0].decode(errors="replace")
+        if self.dtype == torch.float16:
+            way = "its numbers may be too large for float16: open it in bfloat16 or float32"
+        raise NotFiniteError(f'{self.name} gives no numbers behind the token "{token}" (position {position}): {way}.')
 
     def _validate(self) -> None:
         """Compare the final residual through norm and head with the model's own logits, on a few ids."""
@@ -241,10 +264,10 @@ class Handle:
             with self.running():
                 got = self.residuals(ids)
                 lens = self.unembed(got.states[-1])
+        except NotFiniteError:
+            raise
         except Exception as error:  # whatever the model's own code raises
             raise CheckpointError(f"{self.name} cannot run a forward pass: {first_line(error)}.") from error
-        if not torch.isfinite(got.logits).all():
-            raise CheckpointError(f"{self.name} gives logits that are not finite: its weights are damaged.")
         if not torch.equal(lens, got.logits):
             gap = (lens - got.logits).abs().max().item()
             raise CheckpointError(

@@ -163,7 +163,7 @@ def _run(handle: Handle, ids: Tensor, positions: Tensor, cache: Cache, keep: int
     traced = handle.traced
     with traced.trace(**inputs):
         out = nnsight.save(traced.output.logits)
-    return out[:, -keep:] if keep else out
+    return handle.finite(out[:, -keep:] if keep else out, ids)
 
 
 def _empty_cache(handle: Handle) -> Cache:

@@ -152,7 +152,7 @@ def read_memory(handle: Handle, ids: Tensor | Sequence[Sequence[int]], edit: Edi
             written=torch.stack(written),
             residual=torch.stack(residual),
             states=torch.stack(stream),
-            logits=logits,
+            logits=handle.finite(logits, inputs),
         )
 
 
@@ -179,6 +179,7 @@ def edited_logits(
                 if opened is not None:
                     memory.gate.output = memory.gate.output * opened
             logits = nnsight.save(traced.output.logits)
+        logits = handle.finite(logits, inputs)
         return logits if position is None else logits[:, -1]
 
 

@@ -53,6 +53,8 @@ def main() -> None:
                 ),
                 icon=":material/info:",
             )
+    for sentence in cka_figures.massive(report):
+        st.warning(labels.markdown(sentence), icon=":material/warning:")
     drawn = {"map": cka_figures.cka_map(report, mode), "alignment": cka_figures.alignment_curve(report, mode)}
     the_reading(report)
     for name, figure in drawn.items():
@@ -133,6 +135,8 @@ def the_reading(report: Report) -> None:
     layer = left.selectbox("Layer", layers, len(layers) // 2, key="layer_a", bind="query-params")
     right.markdown(f"**{labels.markdown(looks_like(report, layer))}**")
     lost = f", {result.n_dropped} entities left out because they end inside a token" if result.n_dropped else ""
+    if result.n_first:
+        lost += f", {result.n_first} left out at a model's first position"
     st.caption(f"{result.n_points:,} points of {result.n_sentences:,} sentences{lost}")
     with st.expander("All layers in numbers"):
         st.dataframe(pd.DataFrame(cka_figures.readings(report)), hide_index=True)

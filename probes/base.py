@@ -70,6 +70,10 @@ def role(of: Role) -> dict[str, Role]:
     return {"role": of}
 
 
+# Metadata of a field that came after reports were kept: it is written where it says something, and those stay the same.
+LATER = {"later": True}
+
+
 @dataclass(frozen=True)
 class Array:
     """What an array field holds: `kl: Annotated[np.ndarray, Array("layer", "pos", unit="nats")]`.
@@ -113,7 +117,8 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dictionaries and numbers; json.dumps(allow_nan=False) takes them."""
-        return {item.name: _plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        held = ((item, getattr(self, item.name)) for item in dataclasses.fields(self))
+        return {item.name: _plain(v) for item, v in held if not ("later" in item.metadata and _same(v, item.default))}
 
     @classmethod
     def from_dict(cls, stored: Any) -> Self:

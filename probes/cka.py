@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,12 +18,13 @@ import torch
 from engram_lab.models.errors import LabError, PromptError
 from engram_lab.models.handle import Handle
 from engram_lab.probes import cka_math
-from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_handles, check_seed
+from engram_lab.probes.base import LATER, Array, Progress, Protocol, Record, Report, check_handles, check_seed
 from engram_lab.probes.batches import alike
 from engram_lab.probes.points import ENTITY, LAST, POINTS, choose
-from engram_lab.probes.stats import percentiles
+from engram_lab.probes.stats import numbered, percentiles
 
-# One sentence for each figure, to print beside it.
+FEWEST = 6  # different sentences that an interval needs: five have 126 different resamples, too few for 95 %
+MASSIVE = 10.0  # times the median length: such a point decides the CKA of its layer
 CHUNK = 1024  # points in a product
 BATCH_TOKENS = 512  # in a forward; more only if one sentence has more
 SPOOL_BYTES = 2**28  # points of a model kept in memory; what is more goes to a temporary file
@@ -79,8 +80,9 @@ class CKAConfig(Record):
 class CKAResult(Record):
     """How similar each layer of A (the first model) is to each of B; DEFINITIONS of its front says what each figure is.
 
-    Block numbers are those of the layer names, "embed" is -1. Intervals are null for a single sentence. Layers
-    that are the same at every point have no CKA: they are named in `constant_a` and `constant_b` and in no other field.
+    Block numbers are those of the layer names, "embed" is -1. Intervals are null for fewer than FEWEST different
+    sentences. `massive_a` and `massive_b` are the longest state of a layer at a point over the median one. Layers that
+    are the same at every point have no CKA: they are named in `constant_a` and `constant_b` and in no other field.
     """
 
     layers_a: tuple[str, ...]
@@ -110,6 +112,9 @@ class CKAResult(Record):
     mean_lead: float | None = None  # over the blocks, embed left out
     mean_lead_low: float | None = None
     mean_lead_high: float | None = None
+    n_first: int = field(default=0, metadata=LATER)  # points left out because they are a model's first position
+    massive_a: Annotated[np.ndarray | None, Array("layer_a", dtype="float64")] = field(default=None, metadata=LATER)
+    massive_b: Annotated[np.ndarray | None, Array("layer_b", dtype="float64")] = field(default=None, metadata=LATER)
 
 
 CONFIG, RESULT = CKAConfig, CKAResult
@@ -138,11 +143,13 @@ def run(handles: Sequence[Handle], config: CKAConfig, progress: Progress | None 
     if n_points < cka_math.MIN_POINTS:
         raise LabError(
             f'CKA needs at least {cka_math.MIN_POINTS} points, and these texts have {n_points} of the kind "'
-            f'{config.points}": give more texts.'
+            f'{config.points}"{" behind their first token" if chosen.first else ""}: give more texts.'
         )
     with _Spool() as a, _Spool() as b:
         order = _forwards(handles, ids, chosen, (a, b), twice, progress)
-        found, constant = _hsic((a, a if twice else b), chosen.sentence[order], handles, progress)
+        group = numbered(zip(*texts, strict=True))[chosen.sentence[order]]
+        found, constant = _hsic((a, a if twice else b), group, handles, progress)
+        massive = [spool.massive()[~same] for spool, same in zip((a, a if twice else b), constant, strict=True)]
     pairs = [list(zip(h.layer_names, own, strict=True)) for h, own in zip(handles, constant, strict=True)]
     names = [tuple(layer for layer, same in own if not same) for own in pairs]
     left_out = [tuple(layer for layer, same in own if same) for own in pairs]
@@ -157,6 +164,9 @@ def run(handles: Sequence[Handle], config: CKAConfig, progress: Progress | None 
         sentence=chosen.sentence,
         pos_a=chosen.pos_a,
         pos_b=chosen.pos_b,
+        n_first=chosen.first,
+        massive_a=massive[0],
+        massive_b=massive[1],
         biased=cka_math.ratio(*found.biased),
         **_figures(found, names, config, n_points),
     )
@@ -192,11 +202,19 @@ class _Spool(tempfile.SpooledTemporaryFile):
     def __init__(self) -> None:
         super().__init__(max_size=SPOOL_BYTES)
         self.shape: tuple[int, ...] = ()
+        self._lengths: list[torch.Tensor] = []  # [point, layer]
 
     def put(self, points: torch.Tensor) -> None:
         """Append points [point, layer, d_model]."""
         self.shape = tuple(points.shape[1:])
+        self._lengths.append(points.double().norm(dim=-1).cpu())
         self.write(points.float().cpu().contiguous().numpy().tobytes())
+
+    def massive(self) -> np.ndarray:
+        """How many times the median length the longest point has, [layer]; 0 where the median is 0."""
+        lengths = torch.cat(self._lengths).numpy()
+        middle = np.median(lengths, axis=0)
+        return np.divide(lengths.max(axis=0), middle, out=np.zeros_like(middle), where=middle > 0)
 
     def pieces(self, keep: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
         """The points, CHUNK at a time, of the layers to `keep`, on the device."""
@@ -246,9 +264,9 @@ def _forwards(
 
 
 def _hsic(
-    spools: tuple[_Spool, _Spool], sentence: np.ndarray, handles: Sequence[Handle], progress: Progress | None
+    spools: tuple[_Spool, _Spool], group: np.ndarray, handles: Sequence[Handle], progress: Progress | None
 ) -> tuple[cka_math.Hsic, tuple[np.ndarray, np.ndarray]]:
-    """(HSICs of the layers that are not constant, which are [layer_a], [layer_b])."""
+    """(HSICs of the layers that are not constant, which are [layer_a], [layer_b]); `group` [point]: equal texts."""
     device = handles[0].device if handles[0].device.type == "cuda" else torch.device("cpu")
 
     def read(keep: Sequence[np.ndarray]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -264,10 +282,10 @@ def _hsic(
         for handle, same in zip(handles, constant, strict=True):
             if same.all():
                 raise LabError(
-                    f"Every layer of {handle.name} is the same at all {len(sentence)} points, so there is no CKA: the "
+                    f"Every layer of {handle.name} is the same at all {len(group)} points, so there is no CKA: the "
                     "texts up to them are equal; give different ones."
                 )
-        group = np.unique(sentence, return_inverse=True)[1]
+        group = np.unique(group, return_inverse=True)[1]
         return cka_math.hsic(lambda: read([~same for same in constant]), group, tell), constant
 
 
@@ -296,10 +314,10 @@ def _figures(found: cka_math.Hsic, names: Sequence[Sequence[str]], config: CKACo
 
     figures: dict[str, Any] = derived(cka_math.ratio(*found.unbiased))
     assert found.shares is not None
-    if len(found.shares[0]) > 1:
+    if len(found.shares[0]) >= FEWEST:
         drawn = [derived(cka) for cka in cka_math.resampled(found, config.bootstrap, config.seed)]
         for name in list(figures):
             # A resample without a positive match has no alignment; a layer that never has one has no interval.
-            low, high = percentiles(np.concatenate([block[name] for block in drawn]))
+            low, high = percentiles(np.concatenate([block[name] for block in drawn]), figures[name])
             figures[f"{name}_low"], figures[f"{name}_high"] = low, high
     return {k: float(v) if k.startswith("mean_lead") else np.asarray(v) for k, v in figures.items()}

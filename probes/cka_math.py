@@ -24,7 +24,7 @@ from engram_lab.models.errors import LabError
 MIN_POINTS = 4  # HSIC_1 divides by n - 3
 NEAREST = 5  # layers in a soft alignment
 # Of |C|^2: an HSIC of a layer with itself that is smaller is rounding. It is 0 where all points are equally far apart.
-RESOLUTION = 1e-6
+RESOLUTION = 1e-12
 CROSS_BYTES = 2**30  # of the cross-covariances held at once; wider models take several rounds over the points
 RESAMPLES_AT_ONCE = 100
 # (x [point, layer_a, d_a], y [point, layer_b, d_b]) piece by piece; called again for another round.
@@ -34,8 +34,9 @@ Pieces = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 class Sums:
     """Sums over points from which the HSIC of every pair of layers follows; `own` pairs each layer with itself.
 
-    One pass: `add` the points piece by piece, then `finish`. Products have the dtype of the points, sums are
-    float64. Memory does not depend on the number of points.
+    One pass: `add` the points piece by piece, then `finish`. All of it is float64, whatever the points are: of one
+    point that is a hundred times as long as the others, the fourth powers that cancel leave nothing of float32's seven
+    digits. Memory does not depend on the number of points.
     """
 
     def __init__(self, own: bool = False) -> None:
@@ -49,6 +50,7 @@ class Sums:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Take in x [point, layer_a, d_a] and y [point, layer_b, d_b] of the same points."""
+        x, y = x.double(), y.double()
         if not self.n:
             self.shift = x.mean(dim=0), y.mean(dim=0)
         x, y = x - self.shift[0], y - self.shift[1]
@@ -64,7 +66,7 @@ class Sums:
             "cross": self._ein("nax,nby->axby", x, y),
         }
         for name, value in new.items():
-            setattr(self, name, getattr(self, name).add_(value) if self.n else value.double())
+            setattr(self, name, getattr(self, name).add_(value) if self.n else value)
         self.n += len(x)
 
     sum_x: Tensor
@@ -105,12 +107,11 @@ class Sums:
 
         After `finish`, for the points that were added.
         """
-        x, y = (z - centre.to(z.dtype) for z, centre in zip((x, y), self.centre, strict=True))
+        x, y = (z.double() - centre for z, centre in zip((x, y), self.centre, strict=True))
         own = self._ein("na,nb->nab", x.square().sum(dim=-1), y.square().sum(dim=-1))
-        cross = self.cross.to(x.dtype)
         if self.own:
-            return (torch.einsum("nax,axy->nay", x, cross) * y).sum(dim=-1) - own
-        for layer, c in enumerate(cross):  # one layer of A at a time: [point, layer_a, layer_b, d_b] never exists
+            return (torch.einsum("nax,axy->nay", x, self.cross) * y).sum(dim=-1) - own
+        for layer, c in enumerate(self.cross):  # one layer of A at a time: [point, layer_a, layer_b, d_b] never exists
             own[:, layer].neg_().add_((torch.mm(x[:, layer], c.flatten(1)).view_as(y) * y).sum(dim=-1))
         return own
 
@@ -194,7 +195,7 @@ def hsic(pieces: Pieces, group: np.ndarray | None = None, told: Callable[[float]
         for start, x, y in rounds(number):
             index = torch.from_numpy(group[start : start + len(x)]).to(x.device)
             for which, at, sums in job:
-                found = sums.shares(*sides(which, at, x, y)).double()
+                found = sums.shares(*sides(which, at, x, y))
                 total = found.new_zeros(n_groups, *found.shape[1:]).index_add_(0, index, found)
                 shares[which][(slice(None), *at)] += total.cpu().numpy()
         number += 1
@@ -238,7 +239,8 @@ def resampled(found: Hsic, draws: int, seed: int) -> Iterator[np.ndarray]:
 
     A plain resample would hold copies of a group, and pairs of a point with its copy are what an unbiased HSIC
     leaves out. So each HSIC follows its shares: to first order what drawing a group w times does. This is the
-    bootstrap of the Hajek projection of a U-statistic; where HSIC is 0 it is wider than needed, not narrower.
+    bootstrap of the Hajek projection of a U-statistic; where HSIC is 0 it is wider than needed, not narrower. To first
+    order a resample can leave [-1, 1], where every CKA lies (HSIC_1 is an inner product): it is put at the end.
     """
     assert found.shares is not None
     rng = np.random.default_rng(seed)
@@ -250,7 +252,7 @@ def resampled(found: Hsic, draws: int, seed: int) -> Iterator[np.ndarray]:
             value + (weights @ share.reshape(n, -1)).reshape(count, *value.shape)
             for value, share in zip(found.unbiased, found.shares, strict=True)
         ]
-        yield ratio(*moved)
+        yield np.clip(ratio(*moved), -1, 1)
 
 
 def soft_alignment(cka: np.ndarray, index: np.ndarray) -> np.ndarray:

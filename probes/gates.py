@@ -278,7 +278,7 @@ def _result(
     spans = [spans_of(handle, prompt, own) for prompt, own in zip(config.prompts, ids, strict=True)]
     index = np.repeat(np.arange(len(ids)), [len(own) for own in ids])
     counted = np.concatenate([own.counted for own in spans])
-    drawn = draws(len(config.prompts), config.bootstrap, config.seed)
+    drawn = draws(config.prompts, config.bootstrap, config.seed)
 
     def mean(values: np.ndarray) -> tuple:
         """(mean, low, high), each [...], of values [..., pos]."""

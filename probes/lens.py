@@ -92,7 +92,7 @@ def run(
     spans = [list(map(partial(spans_of, handle), config.prompts, of)) for handle, of in zip(handles, ids, strict=True)]
     translators = [open_translators(handle) if config.tuned else None for handle in handles]
     aligned = align(handles, ids, spans) if len(handles) == 2 else None
-    drawn = draws(len(config.prompts), config.bootstrap, config.seed)
+    drawn = draws(config.prompts, config.bootstrap, config.seed)
     models = []
     for n, handle in enumerate(handles):
         k = min(config.top_k, handle.vocab_size) if config.detail else 0

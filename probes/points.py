@@ -177,12 +177,17 @@ def to_json_lines(texts: Sequence[str], entities: Sequence[Sequence[Sequence[int
 
 @dataclass(frozen=True)
 class Chosen:
-    """The points: sentence, pos_a, pos_b [point]; how many entities ended inside a token, and were left out."""
+    """The points: sentence, pos_a, pos_b [point]; how many entities ended inside a token, and were left out.
+
+    `first` counts those left out because they are a model's first position, where no special token leads: it attends to
+    nothing but itself, and models park attention there, in a state a hundred times as long as the others.
+    """
 
     sentence: np.ndarray
     pos_a: np.ndarray
     pos_b: np.ndarray
     dropped: int
+    first: int
 
 
 def choose(
@@ -207,11 +212,11 @@ def choose(
     if kind == ALL:
         aligned = align(handles, ids, spans)
         counted = [np.concatenate([s.counted for s in own]) for own in spans]
-        both = counted[0][aligned.pos_a] & counted[1][aligned.pos_b]
+        chosen = counted[0][aligned.pos_a] & counted[1][aligned.pos_b]
         sentence = np.repeat(np.arange(len(ids[0])), [len(own) for own in ids[0]])[aligned.pos_a]
         first = [np.concatenate([[0], np.cumsum([len(own) for own in model])]) for model in ids]
         pos = [at - offset[sentence] for at, offset in zip((aligned.pos_a, aligned.pos_b), first, strict=True)]
-        return Chosen(sentence[both], pos[0][both], pos[1][both], 0)
+        return _behind_first(sentence[chosen], pos[0][chosen], pos[1][chosen], 0)
     for n, pair in enumerate(zip(*spans, strict=True)):
         if kind == LAST:
             last_a, last_b = (int(np.flatnonzero(s.end > s.start)[-1]) for s in pair)
@@ -232,7 +237,13 @@ def choose(
             "to compare: choose all tokens."
         )
     sentences, pos_a, pos_b = (column.copy() for column in np.array(found, dtype=np.int64).T)
-    return Chosen(sentences, pos_a, pos_b, dropped)
+    return _behind_first(sentences, pos_a, pos_b, dropped)
+
+
+def _behind_first(sentence: np.ndarray, pos_a: np.ndarray, pos_b: np.ndarray, dropped: int) -> Chosen:
+    """The points that are no model's first position."""
+    behind = (pos_a > 0) & (pos_b > 0)
+    return Chosen(sentence[behind], pos_a[behind], pos_b[behind], dropped, int((~behind).sum()))
 
 
 def _token_ends(handle: Handle, spans: Spans, sentence: int) -> dict[int, int]:

@@ -9,7 +9,7 @@ finding of Engram (arXiv 2601.07372).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -126,6 +126,7 @@ def run(
     edits += [(handle, None) for handle in handles[1:]]
     items = [item for texts in config.sets for item in texts.items]
     encoded = {id(handle): [_encode(handle, item) for item in items] for handle in handles}
+    _check_tokens(handles, items, encoded)
     measured = []
     for n, (handle, edit) in enumerate(edits):
         name = handle.name if edit is None else f"{handle.name}, {config.controls[n - 1]}"
@@ -163,6 +164,20 @@ def _encode(handle: Handle, item: Item) -> tuple[tuple[int, ...], int]:
                 break
             return ids, position
     raise DataError(f'The answer "{item.answer}" of "{item.text[-40:]}" is no token of its own for {handle.name}.')
+
+
+def _check_tokens(
+    handles: Sequence[Handle], items: Sequence[Item], encoded: Mapping[int, Sequence[tuple[tuple[int, ...], int]]]
+) -> None:
+    """LabError where two models cut a text into different numbers of tokens: nats of each would be of other things."""
+    for n, item in enumerate(items):
+        counts = [len(ids) - first for ids, first in (encoded[id(handle)][n] for handle in handles)]
+        if len(set(counts)) > 1:
+            raise LabError(
+                f'{handles[0].name} scores {counts[0]} tokens of "{(item.text + item.answer)[:60]}" and '
+                f"{handles[1].name} {counts[1]}, so their nats a token cannot be compared: compare models of one "
+                "tokenizer."
+            )
 
 
 def _scores(
@@ -207,8 +222,10 @@ def _result(
     index = np.repeat(np.arange(len(config.sets)), [len(texts.items) for texts in config.sets])
     rng = np.random.default_rng(config.seed)
     drawn = []
-    for n in (len(texts.items) for texts in config.sets):  # of a single item every resample is that one
-        drawn.append(np.broadcast_to(draws(n, config.bootstrap, rng), (1 + config.bootstrap, n)))
+    for texts in config.sets:
+        drawn.append(np.full((1 + config.bootstrap, len(texts.items)), np.nan))  # a single item has no spread to tell
+        known = draws(texts.items, config.bootstrap, rng)
+        drawn[-1][: len(known)] = known
 
     def means(s: int) -> np.ndarray:
         """Loss a token [draw, condition] of one set."""
@@ -225,7 +242,7 @@ def _result(
             share[s] = top[:, mine].mean(axis=1)
     fields: dict[str, np.ndarray] = {}
     for name, values in (("loss", losses), ("change", changes), ("contrast", contrasts)):
-        low, high = percentiles(values[:, 1:].swapaxes(0, 1))
+        low, high = percentiles(values[:, 1:].swapaxes(0, 1), values[:, 0])
         fields |= {name: values[:, 0].copy(), f"{name}_low": low, f"{name}_high": high}
     return SensitivityResult(
         sets=tuple(texts.name for texts in config.sets),

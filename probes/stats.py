@@ -7,6 +7,7 @@ serves all figures of a report, so that differences of two of them are resampled
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,25 @@ from torch import Tensor
 LEVELS = (0.025, 0.975)
 
 
-def draws(n: int, resamples: int, rng: int | np.random.Generator) -> np.ndarray:
-    """How often each of n groups is drawn, float64 [1 + resample, n]; every row sums to n.
+def draws(of: int | Sequence[Hashable], resamples: int, rng: int | np.random.Generator) -> np.ndarray:
+    """How often each item is drawn, float64 [1 + resample, item]; `of` is their number, or the items themselves.
 
-    The first row takes each group once: it is the sample itself. One group alone, or none, has no other row: nothing
-    tells its spread. `rng` is a seed, or a generator that goes on, for several samples in turn.
+    Equal items are one group, which is drawn as a whole: to say a sentence twice tells nothing new. The first row takes
+    each item once: it is the sample itself. One group alone, or none, has no other row: nothing tells its spread. `rng`
+    is a seed, or a generator that goes on, for several samples in turn.
     """
+    group = numbered(range(of) if isinstance(of, int) else of)
+    n = int(group.max(initial=-1)) + 1
     if n < 2:
-        return np.ones((1, n))
+        return np.ones((1, len(group)))
     drawn = np.random.default_rng(rng).multinomial(n, np.full(n, 1 / n), size=resamples)
-    return np.concatenate([np.ones((1, n)), drawn])
+    return np.concatenate([np.ones((1, len(group))), drawn[:, group]])
+
+
+def numbered(items: Iterable[Hashable]) -> np.ndarray:
+    """The group of each item, int64 [item]: equal ones have one number, counted from 0 in the order of their first."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(item, len(numbers)) for item in items], dtype=np.int64)
 
 
 def ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
@@ -33,8 +43,8 @@ def ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
         return np.where(below == 0, np.nan, above / below)
 
 
-def percentiles(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The 2.5 % and the 97.5 % point, each [...], of values [resample, ...].
+def percentiles(values: np.ndarray, estimate: np.ndarray | float = np.nan) -> tuple[np.ndarray, np.ndarray]:
+    """The 2.5 % and the 97.5 % point, each [...], of values [resample, ...]; widened to hold the estimate [...].
 
     A resample that has no value, NaN, is left out; NaN where none has one, and without any resample.
     """
@@ -43,6 +53,7 @@ def percentiles(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     some = ~np.isnan(values).all(axis=0)
     known = np.where(some, values, 0.0)
     low, high = (np.nanquantile if np.isnan(known).any() else np.quantile)(known, LEVELS, axis=0)
+    low, high = np.fmin(low, estimate), np.fmax(high, estimate)  # NaN is no estimate to hold
     return np.where(some, low, np.nan), np.where(some, high, np.nan)
 
 
@@ -53,8 +64,8 @@ def ratio_interval(sums: np.ndarray, counts: np.ndarray, drawn: np.ndarray) -> t
     resamples.
     """
     below = (drawn[1:] @ counts).reshape(-1, *[1] * (sums.ndim - 1))
-    low, high = percentiles(ratio(drawn[1:] @ sums, below))
-    return ratio(sums.sum(axis=0), counts.sum()), low, high
+    whole = ratio(sums.sum(axis=0), counts.sum())
+    return whole, *percentiles(ratio(drawn[1:] @ sums, below), whole)
 
 
 def mean_interval(

@@ -183,6 +183,8 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
                 **{field + end: number(field + end, i) for field in ("alignment_a", "lead") for end in ENDS},
                 "points": result.n_points,
                 "sentences": result.n_sentences,
+                "massive_a": number("massive_a", i),
+                "massive_b": number("massive_b", j),
             }
 
 
@@ -208,10 +210,15 @@ DEFINITIONS = {
     "biased": "Linear CKA with the biased HSIC, as much of the literature has it: too high for few points.",
     "alignment": "CKA-weighted mean of the block numbers of the other model's 5 most similar layers (embed is -1); a "
     "negative CKA has weight 0.",
+    "n_first": "Points left out because they are a model's first position, where no special token leads: it attends to "
+    "itself alone, and models park attention there in a state that may be a hundred times as long as the others.",
+    "massive": "Length of the longest state of a layer at a point, over the median one. Above 10, one point may decide "
+    "the CKA of the layer.",
     "lead": "Half of (alignment of A's layer in B, minus alignment of B's same layer in A): how many blocks deeper A's "
     "layer looks. The pull of the mean of 5 towards the middle is in both and cancels.",
     "interval": "95 % percentiles over resamples of the sentences, drawn whole and with replacement; each HSIC follows "
-    "the sentences' shares in it (first order), as copies of a sentence must not be paired with each other.",
+    "the sentences' shares in it (first order), as copies of a sentence must not be paired with each other. Equal "
+    "sentences are one; fewer than six different ones have no interval.",
 }
 ENTRY = Entry(
     page="cka",
@@ -241,7 +248,10 @@ the block numbers of its 5 most similar layers in the other model (`embed` is -1
 A mean of 5 is pulled towards the middle at either end, also for a model with itself. **Lead** is half of A's layer in B
 minus B's same layer in A, in which that pull cancels. 95 % intervals are percentiles over resamples of the sentences,
 drawn whole and with replacement; each HSIC follows the sentences' shares in it, to first order, because an unbiased
-estimator must not pair a sentence with its own copy. Positions are matched by the text in front of them.
+estimator must not pair a sentence with its own copy; equal sentences count as one, and fewer than six different ones
+have no interval. Positions are matched by the text in front of them. A model's **first position** is left out where no
+special token leads (Qwen, GPT-2, SmolLM2): it can only attend to itself, models park attention there, and its state, a
+hundred times as long as the others, would decide every figure.
 """,
     sources=(CKA, HSIC, UNBIASED, ENGRAM),
     controls="A model with itself, which shows how far a mean of 5 is pulled to the middle; the biased values; "

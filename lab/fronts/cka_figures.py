@@ -180,6 +180,25 @@ def _entry(report: Report, field: str, at: int | tuple[int, int]) -> str:
     return interval_of(report.result, field, at, 4)
 
 
+def massive(report: Report) -> list[str]:
+    """Of each model a sentence on the layers in which one point is far longer than the others, if there are any."""
+    from engram_lab.probes.cka import MASSIVE
+
+    result, told = report.result, []
+    for model, layers, lengths in zip(
+        report.config.models, (result.layers_a, result.layers_b), (result.massive_a, result.massive_b), strict=True
+    ):
+        long = [] if lengths is None else [n for n, times in enumerate(lengths.tolist()) if times > MASSIVE]
+        if long:
+            most = max(long, key=lambda n: lengths[n])
+            told.append(
+                f"In {len(long)} of the {len(layers)} layers of {model} one point is far longer than the others (in "
+                f"layer {layers[most]} {lengths[most]:.0f} times the median): it decides their CKA. Choose other "
+                "points."
+            )
+    return list(dict.fromkeys(told))
+
+
 def deeper(report: Report, lens: Report | None) -> str:
     """One sentence: is A effectively deeper than B, by CKA and by the lens report of the same pair, or is it not.
 

@@ -45,7 +45,7 @@ from engram_lab.probes.facts.alternatives_result import (
     summarise,
 )
 from engram_lab.probes.facts.lora import Adapter, Coded, train_adapters
-from engram_lab.probes.facts.sets import StatedFact, Writing, encoded, write
+from engram_lab.probes.facts.sets import StatedFact, Writing, encoded, logits_of, write
 
 __all__ = [
     "METHODS",
@@ -166,18 +166,10 @@ def _methods(
 ) -> tuple[list[_Method], list[Adapter], int]:
     """What puts nothing before a text: the model as it is, rows, LoRA; the adapters; the layer of the rows."""
 
-    def plain(ids: Tensor) -> Tensor:
-        with handle.running():
-            found: Tensor = handle.model(input_ids=ids, use_cache=False).logits
-            return found
+    plain = partial(logits_of, handle, patch=None)
 
     def rows(name: str, overlay: Overlay, seconds: float) -> _Method:
-        patch = prepare(handle, overlay)
-
-        def read(ids: Tensor) -> Tensor:
-            with patch.applied():
-                return plain(ids)
-
+        read = partial(logits_of, handle, patch=prepare(handle, overlay))
         return _Method(name, read, len(overlay.to_bytes()), seconds)
 
     methods, adapters, layer, learnt = [_Method(NOTHING, plain)], [], 0, 0.0
@@ -254,7 +246,7 @@ def _logits(
             continue  # nothing is put before these: they are as they are
         else:
             whole = torch.tensor([[*ids, *bodies[place]] for place in places], device=handle.device)
-            out = method.logits(whole)[:, len(ids) :]
+            out = handle.finite(method.logits(whole), whole)[:, len(ids) :]
         if len(places) == len(numbers):
             return out
         if not len(found):
@@ -278,7 +270,8 @@ def _behind(handle: Handle, method: _Method, ids: tuple[int, ...], bodies: Seque
         for start in range(0, len(bodies), rows):
             piece, cache = torch.tensor(bodies[start : start + rows], device=handle.device), copy.deepcopy(kept)
             cache.batch_repeat_interleave(len(piece))
-            found.append(handle.model(input_ids=piece, use_cache=True, **{CACHE_ARGUMENT: cache}).logits)
+            logits = handle.model(input_ids=piece, use_cache=True, **{CACHE_ARGUMENT: cache}).logits
+            found.append(handle.finite(logits, piece))
         return torch.cat(found)
 
 

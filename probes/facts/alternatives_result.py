@@ -190,7 +190,7 @@ def summarise(
     for name in kinds[0]:
         of_kinds = [_with_interval(name, kind[name]) for kind in kinds]
         fields |= {key: np.stack([kind[key] for kind in of_kinds]) for key in of_kinds[0]}
-    drawn = draws(len(drift.tokens), config.bootstrap, config.seed + 1)
+    drawn = draws(config.unrelated, config.bootstrap, config.seed + 1)
     tokens, positions = drawn @ drift.tokens, drawn @ (drift.tokens + 1)
     change, size = (drawn @ sums.T / tokens[:, None] for sums in (drift.change, drift.size))
     kl = drawn @ drift.kl.T / positions[:, None]
@@ -202,7 +202,7 @@ def summarise(
 
 def _with_interval(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
     """values [1 + resample, method]: the first, and 95 % of the others; NaN where a resample has no value."""
-    low, high = percentiles(np.where(np.isnan(values[1:]).any(axis=0), np.nan, values[1:]))
+    low, high = percentiles(np.where(np.isnan(values[1:]).any(axis=0), np.nan, values[1:]), values[0])
     return {name: values[0].copy(), f"{name}_low": low.copy(), f"{name}_high": high.copy()}
 
 

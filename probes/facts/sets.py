@@ -123,7 +123,7 @@ def logits_of(handle: Handle, ids: Tensor, patch: Patch | None) -> Tensor:
     """Logits [batch, pos, vocab] of one forward, with the overlays or as the model is."""
     with handle.running() if patch is None else patch.applied():
         logits: Tensor = handle.model(input_ids=ids.to(handle.device), use_cache=False).logits
-        return logits
+        return handle.finite(logits, ids)
 
 
 def before_and_after(

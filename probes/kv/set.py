@@ -8,7 +8,7 @@ contrast: recovery of the field alone minus that of everything behind it, with a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
@@ -166,11 +166,13 @@ def _result(name: str, config: SetConfig, rows: Sequence[_Row]) -> SetResult:
     drawn_of: list[np.ndarray] = []  # for each kind [1 + resample, scenario], 0 for those of the others
     for mine in (members & right for members in of_kind):
         drawn_of.append(np.zeros((config.bootstrap + 1, len(rows))))
-        drawn_of[-1][:, mine] = draws(int(mine.sum()), config.bootstrap, rng)
+        equal = [replace(config.scenarios[n], id="") for n in np.flatnonzero(mine)]
+        drawn = draws(equal, config.bootstrap, rng)
+        drawn_of[-1][: len(drawn), mine] = drawn
     values = np.concatenate([recovery, recovery[:, :1] - recovery[:, 1:2]], axis=1)
     for drawn in drawn_of:
         averaged = _means(values, drawn)
-        low, high = percentiles(averaged[1:] if drawn[0].sum() > 1 else averaged[:0])
+        low, high = percentiles(averaged[1:], averaged[0])  # a row without a draw has no mean
         means.append(averaged[0, :-1])
         intervals.append((low[:-1], high[:-1]))
         contrasts.append((averaged[0, -1], low[-1], high[-1]))

@@ -20,8 +20,9 @@ from tokenizers import normalizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from engram_lab.models.errors import CheckpointError, LabError, PromptError, TargetError
+from engram_lab.models.errors import CheckpointError, LabError, NotFiniteError, PromptError, TargetError
 from engram_lab.models.handle import Handle, open_model, single_token
+from engram_lab.models.kv_runs import prefill
 from tests.full import FULL
 from tests.models import tiny
 
@@ -128,7 +129,7 @@ def test_damaged_weights_are_refused(tokenizer: PreTrainedTokenizerFast) -> None
     model = tiny.make("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
-    with pytest.raises(CheckpointError, match="not finite"):
+    with pytest.raises(CheckpointError, match=r"gives no numbers .* weights are damaged"):
         Handle(model, tokenizer, "nan")
 
 
@@ -356,3 +357,30 @@ def test_the_trace_costs_little(tokenizer: PreTrainedTokenizerFast, one_thread: 
         added = traced - least(40, lambda: narrow(input_ids=short, use_cache=False))
         forward = least(8, lambda: wide(input_ids=ids, use_cache=False))
     assert added < 0.05 * forward, (added, forward)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_row_of_nan_is_named_and_nothing_is_shown(family: str) -> None:
+    """Validation runs a few ids; a damaged row of another token is met in a prompt, and is no number then."""
+    handle = Handle(tiny.make(family), tiny.byte_level(), "damaged")
+    ids = handle.encode("The river runs")
+    with torch.no_grad():
+        handle.model.get_input_embeddings().weight[ids[2]] = torch.nan
+    piece = handle.pieces([ids[2]], whole=False)[0].decode()
+    with pytest.raises(NotFiniteError, match=rf'damaged gives no numbers behind the token "{piece}" \(position 2\)'):
+        handle.residuals([ids])
+    with pytest.raises(NotFiniteError, match="position 2"):
+        prefill(handle, ids)
+    mask = torch.ones(1, len(ids), dtype=torch.int64)
+    mask[0, 2:] = 0
+    finite = torch.zeros(1, len(ids), 5)
+    finite[0, 2:] = torch.inf
+    assert handle.finite(finite, torch.tensor([ids]), mask) is finite, "padding is nobody's token"
+
+
+def test_what_float16_cannot_hold_is_not_called_damaged() -> None:
+    handle = Handle(tiny.make("llama").half(), tiny.byte_level(), "half")
+    with torch.no_grad():
+        handle.model.lm_head.weight.mul_(1e6)
+    with pytest.raises(NotFiniteError, match="too large for float16: open it in bfloat16 or float32"):
+        handle.residuals([handle.encode("The river runs past the old mill")])

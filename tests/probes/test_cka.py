@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engram_lab.lab.fronts import front
+from engram_lab.lab.fronts import cka_figures, front
 from engram_lab.models.errors import Cancelled, LabError, PromptError
 from engram_lab.models.handle import Handle
 from engram_lab.probes import cka, cka_math
@@ -297,3 +298,68 @@ def test_bfloat16(pair: list[Handle], report: Report) -> None:
 def test_definitions_name_figures_that_exist() -> None:
     named = {name.removesuffix("_a") for name in CKAResult.__dataclass_fields__}
     assert set(front("cka").DEFINITIONS) - {"interval"} <= named
+
+
+@pytest.fixture(scope="module")
+def bare() -> Handle:
+    """A model whose tokenizer puts nothing first."""
+    return Handle(tiny.make("gpt2"), tiny.byte_level(bos=False), "bare")
+
+
+def massive_first(handle: Handle, factor: float) -> None:
+    """Make the state of position 0 that much longer at every layer, as attention sinks are."""
+    with torch.no_grad():
+        handle.model.transformer.wpe.weight[0] *= factor
+
+
+FIRST = tuple(f"{name} {text[0].lower()}{text[1:]}" for name, text in zip(("Paris", "Tokyo") * 3, TEXTS, strict=True))
+
+
+@pytest.mark.parametrize("points", ["entity", "all", "last"])
+def test_no_models_first_position_is_a_point(points: str) -> None:
+    """Nothing of it is in the figures: not where an entity is the first token, nor where it is the whole text."""
+    alone = "s" if points == "last" else "Paris"
+    texts = (*FIRST, alone, *TEXTS)
+    spans = tuple(((0, 1), (len(text) - 2, len(text) - 1)) if len(text) > 2 else ((0, 1),) for text in texts)
+    found = []
+    for factor in (1.0, 300.0):
+        handle = Handle(tiny.make("gpt2"), tiny.byte_level(bos=False), "bare")
+        massive_first(handle, factor)
+        options: dict[str, Any] = {"prompts": texts, "entities": spans if points == "entity" else None}
+        report = run([handle, handle], config_of([handle, handle], points=points, bootstrap=9, **options))
+        assert (report.result.pos_a > 0).all() and (report.result.pos_b > 0).all() and report.result.n_first > 0
+        found.append(report.result)
+    assert np.array_equal(found[0].pos_a, found[1].pos_a)
+    np.testing.assert_allclose(found[0].massive_a[0], found[1].massive_a[0], rtol=1e-5)  # embed: no attention yet
+
+
+def test_texts_of_first_positions_alone_have_no_points(bare: Handle) -> None:
+    texts = tuple("abcdefgh")
+    with pytest.raises(LabError, match=r"have 0 of the kind .last. behind their first token"):
+        run([bare, bare], config_of([bare, bare], prompts=texts, entities=None, points="last"))
+
+
+def test_a_massive_point_is_named(pair: list[Handle]) -> None:
+    """The longest state over the median one, by numpy on transformers' own states."""
+    handle = pair[0]
+    report = run([handle, handle], config_of([handle, handle], bootstrap=9))
+    lengths = points_of(handle).norm(dim=-1).numpy()
+    assert cka_figures.massive(report) == []
+    np.testing.assert_allclose(report.result.massive_a[:3], lengths.max(0) / np.median(lengths, axis=0), rtol=1e-5)
+
+
+def test_the_page_says_which_layers_one_point_decides(pair: list[Handle], report: Report) -> None:
+    long = dataclasses.replace(report.result, massive_a=np.array([1.0, 12.4, 90.0, 3.0]))
+    (told,) = cka_figures.massive(dataclasses.replace(report, result=long))
+    assert told.startswith("In 2 of the 4 layers of three one point is far longer than the others (in layer 1 90 times")
+
+
+def test_few_or_repeated_sentences_have_no_interval(pair: list[Handle]) -> None:
+    few = run(pair, config_of(pair, prompts=TEXTS[:5], entities=ENTITIES[:5]))
+    again = run(pair, config_of(pair, prompts=TEXTS[:5] * 4, entities=ENTITIES[:5] * 4))
+    assert few.result.cka_low is None and again.result.cka_low is None and again.result.n_sentences == 20
+    enough = run(pair, config_of(pair, prompts=TEXTS * 2, entities=ENTITIES * 2)).result
+    for name in ("cka", "alignment_a", "alignment_b"):
+        low, value, high = (getattr(enough, name + end) for end in ("_low", "", "_high"))
+        assert (low <= value).all() and (value <= high).all()
+    assert np.abs(np.stack([enough.cka_low, enough.cka_high])).max() <= 1

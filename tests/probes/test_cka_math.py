@@ -236,3 +236,24 @@ def test_ratio_of_sums_is_not_a_mean_of_ratios() -> None:
     """NaN where a layer's HSIC with itself is not above 0, and only there."""
     found = ratio(np.ones((2, 2)), np.array([4.0, -1.0]), np.array([9.0, 1.0]))
     np.testing.assert_allclose(found, [[1 / 6, 1 / 2], [np.nan, np.nan]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_massive_point_leaves_its_digits_to_the_others(dtype: torch.dtype) -> None:
+    """Its fourth power is 1e9 times the others': of float32's seven digits nothing would be left to them."""
+    x, y = (z.clamp(-60, 60).to(dtype) for z in related(40, 6, 8))
+    x[3], y[7] = 240 * x[3], 240 * y[7]
+    x, y = (torch.nan_to_num(z, posinf=6e4, neginf=-6e4) for z in (x, y))
+    assert linear_cka(x, y) == pytest.approx(brute(x, y), abs=1e-9)
+    assert linear_cka(x, y, biased=True) == pytest.approx(brute_biased(x, y), abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_cka_is_beyond_one(seed: int) -> None:
+    """Of few points with heavy tails, and of their resamples."""
+    rng = np.random.default_rng(seed)
+    points = rng.standard_t(1, size=(2, 12, 3, 4))
+    x, y = (torch.from_numpy(z) for z in points)
+    found = hsic(lambda: [(x, x + 0.1 * y)], np.arange(12) // 2)
+    drawn = np.concatenate(list(resampled(found, 300, seed)))
+    assert np.nanmax(np.abs(ratio(*found.unbiased))) <= 1 + 1e-12 and np.nanmax(np.abs(drawn)) <= 1

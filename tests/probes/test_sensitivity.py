@@ -119,3 +119,20 @@ def test_the_shipped_memory_holds_facts_and_not_what_is_read() -> None:
     handle = open_model("engram-mini", device="cpu", dtype="float32")
     result = run([handle], SensitivityConfig(("engram-mini",), (facts, reading), ("off",))).result
     assert result.change_low[0, 1] > 0.8 and abs(result.change[1, 1]) < 0.5 and result.contrast_low[1, 1] > 0.5
+
+
+def test_a_single_item_has_no_interval(pair: list[Handle]) -> None:
+    sets = (TextSet("one", (Item("The river runs"),) * 2), TextSet("two", (Item("The river"), Item("Paris is old"))))
+    result = run(pair[:1], SensitivityConfig((pair[0].name,), sets, bootstrap=20)).result
+    for name in ("loss", "change"):
+        low, high = getattr(result, f"{name}_low"), getattr(result, f"{name}_high")
+        assert np.isnan(low[0]).all() and np.isnan(high[0]).all() and not np.isnan(low[1]).any()
+
+
+def test_two_tokenizers_have_no_nats_in_common(pair: list[Handle]) -> None:
+    other = Handle(tiny.make("llama"), tiny.byte_level(), "other")
+    sets = (TextSet("a", (Item("The river"), Item("A naïve café"))),)
+    bytes_ = Handle(tiny.make("gpt2"), tiny.sentencepiece(prefix=False), "pieces")
+    with pytest.raises(LabError, match=r"scores .* tokens of .* and pieces .* cannot be compared"):
+        run([pair[0], bytes_], SensitivityConfig((pair[0].name, "pieces"), (TextSet("a", (Item("the river runs"),)),)))
+    assert run([pair[0], other], SensitivityConfig((pair[0].name, "other"), sets[:1], bootstrap=5)) is not None

@@ -157,3 +157,26 @@ def test_batches_hold_every_text_once_and_no_more_tokens_than_they_may() -> None
 
 def test_padding_is_behind() -> None:
     assert padded([(5, 6, 7), (8,)]).tolist() == [[5, 6, 7], [8, 0, 0]]
+
+
+def test_equal_items_are_drawn_as_one() -> None:
+    """A sentence that is said again is no second sample: the same draws, whatever its number of copies."""
+    drawn = stats.draws(["a", "b", "a", "c", "b", "a"], 50, 4)
+    assert drawn.shape == (51, 6) and (drawn[0] == 1).all()
+    alone = stats.draws(3, 50, 4)
+    assert np.array_equal(drawn[1:], alone[1:][:, [0, 1, 0, 2, 1, 0]])
+    assert stats.draws(["a"] * 5, 50, 4).tolist() == [[1.0] * 5], "one group has no spread to tell"
+    values = np.array([[1.0], [5.0], [2.0]])
+    once = stats.ratio_interval(values, np.ones(3), alone)
+    thrice = stats.ratio_interval(np.tile(values, (3, 1)), np.ones(9), stats.draws([0, 1, 2] * 3, 50, 4))
+    assert np.array_equal(once, thrice)
+
+
+def test_an_interval_holds_its_estimate() -> None:
+    """Of one value in twenty far away, most resamples of few draws are on one side of the mean."""
+    values = np.concatenate([np.zeros(4), [100.0]])
+    for seed in range(20):
+        mean, low, high = stats.ratio_interval(values, np.ones(5), stats.draws(5, 3, seed))
+        assert low <= mean <= high
+    low, high = stats.percentiles(np.array([[1.0, np.nan], [2.0, np.nan]]), np.array([9.0, 1.0]))
+    assert (low[0], high[0]) == (1.025, 9.0) and np.isnan([low[1], high[1]]).all()

@@ -19,7 +19,10 @@ from engram_lab.probes.base import Report
 from engram_lab.probes.cka import CKAConfig
 from tests.models import tiny
 
-TEXTS = ("The river runs past the old mill.", "Paris is the capital of France.", "past the old mill", "into the sea")
+TEXTS = (
+    "The river runs past the old mill.", "Paris is the capital of France.", "past the old mill", "into the sea",
+    "Tokyo", "the river and the sea",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,7 @@ def test_the_map_shows_every_pair(made: Report, biased: bool) -> None:
         assert f"{value:.6f}" in hover
     assert float(cells.text[2][1]) == round(values[1, 2], 2)
     assert ("biased" in figure.layout.title.text.replace("unbiased", "")) == biased
-    assert f"{result.n_points} points of 4 sentences" in figure.layout.title.subtitle.text
+    assert f"{result.n_points} points of 6 sentences" in figure.layout.title.subtitle.text
 
 
 def test_the_ridge_is_the_unbiased_one(made: Report) -> None:
@@ -163,7 +166,7 @@ def test_rows(made: Report) -> None:
         result.cka[1, 2], result.cka_low[1, 2], result.biased[1, 2],
     )  # fmt: skip
     assert (row["alignment_a"], row["lead_high"]) == (result.alignment_a[1], result.lead_high[1])
-    assert (row["points"], row["sentences"]) == (result.n_points, 4)
+    assert (row["points"], row["sentences"]) == (result.n_points, 6)
 
 
 def test_the_figure_of_the_command_is_the_map(made: Report, pair: list[Handle]) -> None:

@@ -21,8 +21,8 @@ from tests.probes.kv.tiny import RIVER, opened, right
 def reports() -> dict[str, Report]:
     handle = opened("llama")
     good = right(handle)
-    longer = right(handle, dataclasses.replace(RIVER, template=RIVER.template + " the"))
-    others = [dataclasses.replace(longer, id=str(n), kind="$x$ <b>") for n in range(3)]
+    longer = [right(handle, dataclasses.replace(RIVER, template=RIVER.template + " the" * n)) for n in (1, 2, 3)]
+    others = [dataclasses.replace(own, id=str(n), kind="$x$ <b>") for n, own in enumerate(longer)]
     refused = dataclasses.replace(RIVER, id="refused", new="xenon", kind="none right")
     wrong = dataclasses.replace(good, answer_old=good.answer_new, answer_new=good.answer_old)
     names = (handle.name,)
