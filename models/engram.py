@@ -59,6 +59,11 @@ class EngramConfig(LlamaConfig):
         self.engram_layer_ids = list(self.engram_layer_ids or [])
         if self.engram_gate not in GATES:
             raise ValueError(f"engram_gate is {self.engram_gate!r}; it must be one of {', '.join(GATES)}.")
+        if not 0 <= self.engram_pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"engram_pad_token_id is {self.engram_pad_token_id}, and the vocabulary has the ids 0 to "
+                f"{self.vocab_size - 1}."
+            )
         bad = [i for i in self.engram_layer_ids if not 0 <= i < self.num_hidden_layers]
         if bad:
             raise ValueError(f"engram_layer_ids {bad} are not among the blocks 0..{self.num_hidden_layers - 1}.")

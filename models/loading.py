@@ -5,7 +5,9 @@ Everything is read from safetensors, JSON and GGUF, never a pickle; every failur
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +26,10 @@ from transformers import (
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-import engram_lab.models.engram  # noqa: F401 - registers the Engram with transformers' auto classes
-from engram_lab.models import graft, listing, weightfiles
-from engram_lab.models.canonical import check_map
-from engram_lab.models.errors import CheckpointError, LabError, UnknownModelError, first_line
+from engram_lab.models import gguf_file, graft, listing, weightfiles
+from engram_lab.models.canonical import canonical_map, check_map, map_sha256
+from engram_lab.models.engram import EngramForCausalLM  # registers the Engram with transformers' auto classes
+from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError, first_line
 
 HUB_TIMEOUT = 5.0  # seconds to wait for the hub's answer
 # What a checkpoint needs; subfolders hold other formats of the same weights.
@@ -156,8 +158,37 @@ def load(path: Path, device: torch.device, dtype: str | torch.dtype | None, trus
                 f'{path.name} does not fit into the memory of {device}: use device="cpu" or dtype="bfloat16".'
             ) from error
     if getattr(loaded.model.config, "engram_layer_ids", None):
-        check_map(loaded.model, loaded.tokenizer)
+        check_memory(path, loaded.model, loaded.tokenizer)
     return loaded
+
+
+def check_memory(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse an Engram whose constants are not those of its configuration and tokenizer: it would read other rows.
+
+    Raises CheckpointError or TokenizerMismatchError.
+    """
+    config: Any = model.config
+    if not isinstance(model, EngramForCausalLM):
+        raise CheckpointError(
+            f'{path}/config.json has the keys of an Engram (engram_*) and the type "{config.model_type}", whose blocks '
+            "this lab gives no memory: it opens engram_llama."
+        )
+    held = model.model.canonical_ids.cpu().numpy()
+    mapped = held[: len(tokenizer)]
+    size = int(held.max()) + 1
+    if held.min() < 0 or size != config.engram_compressed_vocab_size:
+        raise CheckpointError(
+            f"{path}: its canonical_ids go from {held.min()} to {held.max()}, and config.json names "
+            f"{config.engram_compressed_vocab_size} of them (engram_compressed_vocab_size)."
+        )
+    if config.engram_map_sha256:
+        check_map(model, tokenizer)
+    digest = config.engram_map_sha256 or map_sha256(canonical_map(tokenizer))
+    if map_sha256(mapped) != digest:
+        raise TokenizerMismatchError(
+            f"{path}: its canonical_ids are not the map of its tokenizer ({map_sha256(mapped)[:12]}, and it should be "
+            f"{digest[:12]}), so the memory would read other rows than it was trained with."
+        )
 
 
 def _load_grafted(
@@ -187,6 +218,7 @@ def _load_grafted(
 def _load_folder(
     folder: Path, device: torch.device, dtype: str | torch.dtype | None, trust_remote_code: bool
 ) -> Loaded:
+    _check_adapter(folder)
     raw = listing.read_config(folder)
     config = _build_config(folder, raw, trust_remote_code)
     method = (raw.get("quantization_config") or {}).get("quant_method")
@@ -206,7 +238,9 @@ def _load_folder(
         else:
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
             model_class = model_class[0] if isinstance(model_class, tuple) else model_class
-            tensors = weightfiles.read_tensors(entries, chosen, digest)
+            kept = re.compile("|".join(_kept_in_float32(model_class)) or "(?!)")
+            tensors = weightfiles.read_tensors(entries, chosen, digest, kept.search)
+            _check_tied(folder, config, tensors)
             model, info = model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
             del tensors
     except LabError:
@@ -218,8 +252,49 @@ def _load_folder(
                 "use the unquantised checkpoint."
             ) from error
         raise CheckpointError(f"{folder} cannot be loaded: {first_line(error)}") from error
-    _check_complete(folder, info)
+    _check_complete(folder, info, {name: entry.shape for name, entry in entries.items()})
     return Loaded(model, _load_tokenizer(folder, trust_remote_code), weightfiles.short(digest))
+
+
+def _kept_in_float32(model_class: Any) -> list[str]:
+    """Patterns of the names of tensors that transformers keeps in float32 whatever the model runs in."""
+    kinds = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return [rf"(^|\.){name}($|\.)" for kind in kinds for name in getattr(model_class, kind, None) or ()]
+
+
+def _check_tied(folder: Path, config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """CheckpointError where config.json ties head and embedding and the file holds two that differ."""
+    heads = [name for name in tensors if name.rpartition(".")[0].endswith(("lm_head", "embed_out"))]
+    if not getattr(config.get_text_config(), "tie_word_embeddings", False) or len(heads) != 1:
+        return
+    head = tensors[heads[0]]
+    embeddings = [tensor for name, tensor in tensors.items() if "embed_" in name or name.endswith("wte.weight")]
+    if embeddings and not any(torch.equal(head, embedding) for embedding in embeddings):
+        raise CheckpointError(
+            f"{folder}/config.json ties the head to the embedding (tie_word_embeddings), and the file holds a head of "
+            f"its own, {heads[0]}: one of the two is wrong."
+        )
+
+
+def _check_adapter(folder: Path) -> None:
+    """CheckpointError for a folder with an adapter, which would be passed over."""
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError, RecursionError):
+        base = None
+    of = f" of {base}" if isinstance(base, str) and base else ""
+    if (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds an adapter{of} (adapter_config.json) beside the model, which this lab would leave out: "
+            "merge it into the model (peft: merge_and_unload), or move it away."
+        )
+    raise CheckpointError(
+        f"{folder} holds an adapter{of} (adapter_config.json) and no model: merge it into its base (peft: "
+        "merge_and_unload), and save the whole."
+    )
 
 
 def _from_pretrained(folder: Path, **options: Any) -> Any:
@@ -244,8 +319,13 @@ def _build_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) ->
     return config
 
 
-def _check_complete(path: Path, info: Any) -> None:
-    """Refuse what transformers only warns about: tensors left at random, or weights that nothing uses."""
+# What old checkpoints hold beside weights, and every model computes itself: masks, angles, numbers of positions.
+_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
+_MASK = re.compile(r"(^|\.)(attn|attention)\.bias$")
+
+
+def _check_complete(path: Path, info: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse what transformers only warns about: tensors left at random, or such that nothing uses."""
     if mismatched := sorted(info["mismatched_keys"]):
         name, in_file, in_model = mismatched[0]
         raise CheckpointError(
@@ -253,11 +333,12 @@ def _check_complete(path: Path, info: Any) -> None:
         )
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(f"{path} lacks {len(missing)} of the model's tensors, {missing[0]} for one.")
-    # A block's own weight that the architecture has no place for means another architecture.
-    unused = sorted(k for k in info["unexpected_keys"] if k.endswith(".weight") and (".layers." in k or ".h." in k))
+    unused = [name for name in sorted(info["unexpected_keys"]) if not _COMPUTED.search(name)]
+    unused = [name for name in unused if not (_MASK.search(name) and len(shapes.get(name, ())) == 4)]
     if unused:
         raise CheckpointError(
-            f"{path} holds {len(unused)} weights that config.json has no place for, {unused[0]} for one."
+            f"{path} holds {len(unused)} weights that config.json has no place for, {unused[0]} for one, so it would "
+            "run without them: is it the configuration of this checkpoint?"
         )
 
 
@@ -281,7 +362,8 @@ def _load_gguf(file: Path, device: torch.device, dtype: str | torch.dtype | None
         raise CheckpointError(f"{file} is a GGUF file, and reading one needs the package gguf.") from error
     except Exception as error:  # from the reader: anything
         raise CheckpointError(f"{file} cannot be read as a GGUF model: {first_line(error)}") from error
-    _check_complete(file, info)
+    _check_complete(file, info, {})
+    gguf_file.check(file, model)
     tokenizer = _load_tokenizer(file.parent, gguf_file=file.name)
     return Loaded(model, tokenizer, weightfiles.file_fingerprint(file))
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -39,6 +40,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Keys of a configuration that say how a model was saved, not what it computes.
 _INCIDENTAL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
 _CHUNK = 1 << 20  # elements converted at a time: bounds the memory beside the weights
+_SMALL = 1 << 16  # elements of a tensor that is read as it is stored
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,17 @@ def stored_dtype(entries: Mapping[str, Entry]) -> torch.dtype | None:
     return DTYPES.get(largest.dtype) if largest is not None else None
 
 
-def read_tensors(entries: Mapping[str, Entry], dtype: torch.dtype, digest: _Hash) -> dict[str, Tensor]:
-    """All tensors, floating ones as `dtype`, others as stored; `digest` takes in names, shapes and bytes.
+def read_tensors(
+    entries: Mapping[str, Entry],
+    dtype: torch.dtype,
+    digest: _Hash,
+    as_stored: Callable[[str], object] | None = None,
+) -> dict[str, Tensor]:
+    """All tensors, large floating ones as `dtype`, others as stored; `digest` takes in names, shapes and bytes.
 
-    Peak memory is that of the result plus a few MB. CheckpointError for a dtype that is not known.
+    What is small stays as it is: a model may keep it in float32 (a router's bias, a decay), and what was rounded once
+    does not come back. So do those that `as_stored` names. Peak memory is that of the result plus a few MB.
+    CheckpointError for a dtype that is not known.
     """
     out: dict[str, Tensor] = {}
     streams: dict[Path, BinaryIO] = {}
@@ -102,7 +111,10 @@ def read_tensors(entries: Mapping[str, Entry], dtype: torch.dtype, digest: _Hash
             entry = entries[name]
             if entry.file not in streams:
                 streams[entry.file] = entry.file.open("rb", buffering=0)
-            out[name] = _read_one(streams[entry.file], name, entry, dtype, digest)
+            source = DTYPES.get(entry.dtype)
+            small = math.prod(entry.shape) <= _SMALL or (as_stored is not None and as_stored(name))
+            into = source if source is None or small or not source.is_floating_point else dtype
+            out[name] = _read_one(streams[entry.file], name, entry, into, digest)
     finally:
         for stream in streams.values():
             stream.close()
@@ -120,11 +132,11 @@ def hash_tensors(entries: Mapping[str, Entry], digest: _Hash) -> None:
                 digest.update(stream.read(min(1 << 22, entry.size - start)))
 
 
-def _read_one(stream: BinaryIO, name: str, entry: Entry, dtype: torch.dtype, digest: _Hash) -> Tensor:
+def _read_one(stream: BinaryIO, name: str, entry: Entry, into: torch.dtype | None, digest: _Hash) -> Tensor:
     source = DTYPES.get(entry.dtype)
     if source is None:
         raise CheckpointError(f"{entry.file} stores {name} as {entry.dtype}, which this lab does not read.")
-    tensor = torch.empty(entry.shape, dtype=dtype if source.is_floating_point else source)
+    tensor = torch.empty(entry.shape, dtype=into)
     flat = tensor.view(-1)
     if flat.numel() * source.itemsize != entry.size:
         raise CheckpointError(f"{entry.file}: the shape of {name} does not fit its {entry.size} bytes.")

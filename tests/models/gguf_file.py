@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -28,8 +29,13 @@ def _interleaved(weight: torch.Tensor, n_head: int) -> torch.Tensor:
     return weight.reshape(n_head, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_llama(file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write `model` in float32 with its byte-level BPE tokenizer."""
+def write_llama(
+    file: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    more: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+) -> None:
+    """Write `model` in float32 with its byte-level BPE tokenizer; `more` adds metadata and tensors."""
     config = model.config
     writer = gguf.GGUFWriter(str(file), "llama")
     writer.add_name("tiny")
@@ -63,6 +69,7 @@ def write_llama(file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
         elif name.endswith("k_proj.weight"):
             tensor = _interleaved(tensor, config.num_key_value_heads)
         writer.add_tensor(_gguf_name(name), tensor.numpy().astype(np.float32))
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
