@@ -34,7 +34,8 @@ def graft(
     if handle.engram_layers:
         raise LabError(f"{handle.name} has a memory already: write facts into that, or graft onto its base.")
     config = handle.model.config.get_text_config()
-    pad = config.pad_token_id if isinstance(config.pad_token_id, int) else config.eos_token_id
+    ids = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
+    pad = next((n for n in ids if isinstance(n, int) and 0 <= n < handle.vocab_size), 0)
     canonical = canonical_map(handle.tokenizer)
     spec = Graft(
         base=handle.name,
@@ -46,7 +47,7 @@ def graft(
         max_ngram=max_ngram,
         gate=gate,
         seed=seed,
-        pad_token_id=pad if isinstance(pad, int) else 0,
+        pad_token_id=pad,
         map_sha256=map_sha256(canonical),
     )
     with handle.lock:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import nnsight
 import torch
@@ -38,6 +38,23 @@ def _lock_of(module: nn.Module) -> threading.RLock:
     """The one lock of a raw module, however many handles wrap it."""
     with _locks_guard:
         return _locks.setdefault(module, threading.RLock())
+
+
+# What configurations call the number of tokens that a model takes.
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+_UNLIMITED = 1 << 20  # tokens of a model that puts no limit to them: BLOOM, Mamba
+
+
+def _context(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of tokens that a model takes; of one without positions, what its tokenizer says, or _UNLIMITED."""
+    named = [getattr(config, name, None) for name in _CONTEXT]
+    found = next((value for value in named if isinstance(value, int) and value > 0), 0)
+    said = tokenizer.model_max_length  # a very large number where nothing was said
+    return found or (int(said) if 0 < said < 10**9 else _UNLIMITED)
+
+
+class _StreamsError(Exception):
+    """Blocks that hand on several streams."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +100,7 @@ class Handle:
         self.dtype: torch.dtype = embedding.dtype
         self.d_model: int = embedding.shape[1]
         self.vocab_size: int = head.shape[0]
-        context = getattr(config, "max_position_embeddings", None)
-        if not isinstance(context, int):
-            raise CheckpointError(f"{name} does not say its context length (max_position_embeddings).")
-        self.context: int = context
+        self.context: int = _context(config, tokenizer)
         self.engram_layers: tuple[int, ...] = tuple(sorted(getattr(config, "engram_layer_ids", None) or ()))
         self.n_parameters: int = sum(p.numel() for p in model.parameters())
         self.n_table_parameters: int = sum(
@@ -160,6 +174,9 @@ class Handle:
     def encode(self, text: str) -> tuple[int, ...]:
         """Exactly the ids that the model gets for `text`, with BOS where the tokenizer adds it.
 
+        An end of text that a tokenizer adds is left off: a prompt is there to be continued, and behind an end the model
+        would speak of another text.
+
         PromptError if the text is empty, not UTF-8, yields no token or one that the model has no row for, or
         is longer than the context.
         """
@@ -170,6 +187,8 @@ class Handle:
         except UnicodeEncodeError as error:
             raise PromptError(f"The prompt is not valid text at character {error.start}: give it as UTF-8.") from error
         ids = tuple(self.tokenizer(text, truncation=False, verbose=False)["input_ids"])
+        if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id and not text.encode().endswith(self.pieces(ids)[-1]):
+            ids = ids[:-1]
         if not ids or not self._bare(text):
             raise PromptError(f"The tokenizer of {self.name} makes no token of this prompt: type some text.")
         if max(ids) >= self.vocab_size:
@@ -263,9 +282,16 @@ class Handle:
         try:
             with self.running():
                 got = self.residuals(ids)
+                if got.states.dim() != 4:
+                    raise _StreamsError(got.states.shape[3])
                 lens = self.unembed(got.states[-1])
         except NotFiniteError:
             raise
+        except _StreamsError as error:
+            raise CheckpointError(
+                f"{self.name} carries {error} residual streams from block to block (hyper-connections), which this lab "
+                "cannot show as one."
+            ) from None
         except Exception as error:  # whatever the model's own code raises
             raise CheckpointError(f"{self.name} cannot run a forward pass: {first_line(error)}.") from error
         if not torch.equal(lens, got.logits):

@@ -153,6 +153,15 @@ def check_kv(handle: Handle) -> None:
     _checked.add(handle)
 
 
+def check_parts(handle: Handle) -> None:
+    """KVError for a cache in which keys and values are not apart: of DeepSeek's, a latent of both and a rotated key."""
+    if getattr(handle.model.config.get_text_config(), "kv_lora_rank", None):
+        raise KVError(
+            f"{handle.name} keeps one latent for keys and values together (MLA) and beside it a rotated key, so that "
+            "neither K nor V alone is there to be taken: swap both."
+        )
+
+
 def _run(handle: Handle, ids: Tensor, positions: Tensor, cache: Cache, keep: int) -> Tensor:
     """Logits of one traced forward, which appends to `cache`; `keep` last positions (0: all)."""
     takes = inspect.signature(handle.model.forward).parameters
@@ -166,14 +175,18 @@ def _run(handle: Handle, ids: Tensor, positions: Tensor, cache: Cache, keep: int
     return handle.finite(out[:, -keep:] if keep else out, ids)
 
 
+def running_states(handle: Handle) -> list[int]:
+    """The blocks that keep one running state instead of keys and values per token: linear attention, convolutions."""
+    layers = DynamicCache(config=handle.model.config.get_text_config()).layers
+    return [n for n, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+
+
 def _empty_cache(handle: Handle) -> Cache:
     """A cache whose layers keep every token; KVError if the model's own would keep something else."""
-    own = DynamicCache(config=handle.model.config).layers
-    other = [n for n, layer in enumerate(own) if isinstance(layer, LinearAttentionCacheLayerMixin)]
-    if other:
+    if other := running_states(handle):
         raise KVError(
             f"{handle.name} keeps one running state instead of keys and values per token in {len(other)} of its "
-            f"{len(own)} layers (layer {other[0]} for one), so there is no position to edit: use a model with "
+            f"{handle.n_layers} layers (layer {other[0]} for one), so there is no position to edit: use a model with "
             "attention in every layer."
         )
     return DynamicCache()
@@ -184,10 +197,10 @@ def _from_cache(handle: Handle, cache: Cache, ids: Tensor, positions: Tensor) ->
     length = ids.shape[1]
     # In the order of the configuration, which is that of the state layers.
     memory = tuple(getattr(handle.model.config.get_text_config(), "engram_layer_ids", None) or ())
-    n_state = 1 + len(memory) if memory else 0
+    n_states = {1, 1 + len(memory)} if memory else {0}  # the history of tokens, and in an Engram its convolutions
     attention, state = layers[: handle.n_layers], layers[handle.n_layers :]
     held = [layer.get_seq_length() for layer in attention]
-    if len(held) != handle.n_layers or len(state) != n_state or any(n != length for n in held):
+    if len(held) != handle.n_layers or len(state) not in n_states or any(n != length for n in held):
         raise KVError(
             f"{handle.name} keeps keys and values for {min(held, default=0)} of {length} tokens in {len(held)} of "
             f"{handle.n_layers} layers, and an edit needs every token in every layer."
@@ -198,5 +211,5 @@ def _from_cache(handle: Handle, cache: Cache, ids: Tensor, positions: Tensor) ->
         ids,
         positions,
         tuple(layer.keys for layer in state),
-        memory,
+        memory if len(state) > 1 else (),  # a grafted memory has no convolution
     )

@@ -6,8 +6,9 @@ models.handle has run the model and compared (see Handle).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +17,6 @@ from engram_lab.models.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# For each part, the names it has in: Llama, Qwen, Gemma, Mistral and ours; GPT-2; GPT-NeoX; multimodal Gemma.
-PARTS: dict[str, tuple[str, ...]] = {
-    "embedding": (
-        "model.embed_tokens",
-        "transformer.wte",
-        "gpt_neox.embed_in",
-        "model.language_model.embed_tokens",
-    ),
-    "decoder blocks": ("model.layers", "transformer.h", "gpt_neox.layers", "model.language_model.layers"),
-    "final norm": (
-        "model.norm",
-        "transformer.ln_f",
-        "gpt_neox.final_layer_norm",
-        "model.language_model.norm",
-    ),
-    "head": ("lm_head", "embed_out"),
-}
 
 
 @dataclass(frozen=True)
@@ -61,22 +44,55 @@ class Layout:
 
 
 def find_layout(model: PreTrainedModel) -> Layout:
-    """The layout of `model`; CheckpointError says which part is missing and where it was looked for."""
-    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    found = {part: next((path for path in paths if path in names), None) for part, paths in PARTS.items()}
-    missing = [f"{part} (looked for {', '.join(PARTS[part])})" for part, path in found.items() if path is None]
-    if missing:
-        raise CheckpointError(
-            f"{type(model).__name__} cannot be shown layer by layer, because this lab does not find its "
-            f"{' nor its '.join(missing)}."
-        )
+    """The layout of `model`, by its structure and not by names; CheckpointError says which part is missing.
+
+    The blocks are the list of as many modules as the configuration has layers that lies nearest to the embedding, the
+    final norm the last norm beside them, the head what the model itself names as its output embedding.
+    """
     config = model.config.get_text_config()
+    kind = type(model).__name__
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    embedding = _name_of(model.get_input_embeddings(), modules)
+    head = _name_of(model.get_output_embeddings(), modules)
+    n_layers = getattr(config, "num_hidden_layers", None)
+    if n_layers == 0:
+        raise CheckpointError(f"{kind} has no decoder blocks (num_hidden_layers is 0), so there is no layer to show.")
+    stacks = [n for n, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) == n_layers]
+    blocks = max(stacks, key=lambda name: (_shared(name, embedding or ""), -name.count(".")), default=None)
+    parent = (blocks or "").rpartition(".")[0]
+    beside = model.get_submodule(parent).named_children() if blocks else ()
+    norms = [name for name, module in beside if "norm" in type(module).__name__.lower()]
+    parts = {
+        "embedding": embedding,
+        f"list of {n_layers} decoder blocks": blocks,
+        "final norm, beside the blocks": f"{parent}.{norms[-1]}".lstrip(".") if norms else None,
+        "head": head,
+    }
+    if missing := [part for part, path in parts.items() if path is None]:
+        raise CheckpointError(
+            f"{kind} cannot be shown layer by layer, because this lab does not find its {' nor its '.join(missing)}."
+        )
+    embedding, blocks, norm, head = (str(path) for path in parts.values())
     return Layout(
-        embedding=found["embedding"] or "",
-        blocks=found["decoder blocks"] or "",
-        final_norm=found["final norm"] or "",
-        head=found["head"] or "",
-        multiply=getattr(config, "logit_scale", None),
-        divide=getattr(config, "logits_scaling", None),
-        softcap=getattr(config, "final_logit_softcapping", None),
+        embedding,
+        blocks,
+        norm,
+        head,
+        multiply=_number(config, "logit_scale"),
+        divide=_number(config, "logits_scaling"),
+        softcap=_number(config, "final_logit_softcapping"),
     )
+
+
+def _number(config: Any, name: str) -> float | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int | float) else None
+
+
+def _name_of(module: nn.Module | None, modules: Mapping[str, nn.Module]) -> str | None:
+    return next((name for name, own in modules.items() if own is module), None)
+
+
+def _shared(a: str, b: str) -> int:
+    """How many parts two dotted paths begin with together."""
+    return next((n for n, (x, y) in enumerate(zip(a.split("."), b.split("."), strict=False)) if x != y), a.count("."))

@@ -17,6 +17,7 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -229,15 +230,16 @@ def _load_folder(
         raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing.")
     chosen = choose_dtype(dtype, device, weightfiles.stored_dtype(entries))
     digest = weightfiles.config_digest(raw)
-    remote = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING  # code from the checkpoint itself
+    remote = class_of(config) is None  # code from the checkpoint itself
     options = {"dtype": chosen, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         if remote or method is not None:
             weightfiles.hash_tensors(entries, digest)
             model, info = _from_pretrained(folder, trust_remote_code=trust_remote_code, use_safetensors=True, **options)
         else:
-            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            model_class = model_class[0] if isinstance(model_class, tuple) else model_class
+            model_class = class_of(config)
+            if model_class.config_class is config.sub_configs.get("text_config"):
+                config = config.get_text_config()  # as AutoModelForCausalLM does
             kept = re.compile("|".join(_kept_in_float32(model_class)) or "(?!)")
             tensors = weightfiles.read_tensors(entries, chosen, digest, kept.search)
             _check_tied(folder, config, tensors)
@@ -314,9 +316,20 @@ def _build_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) ->
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # a bad value anywhere in the configuration
         raise CheckpointError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in raw.get("auto_map", {}):
-        raise CheckpointError(f'{folder} is of the type "{kind}", which is not a causal language model.')
+    if class_of(config) is None and "AutoModelForCausalLM" not in raw.get("auto_map", {}):
+        raise CheckpointError(
+            f'{folder} is of the type "{kind}", which is not a causal language model: choose one that continues text.'
+        )
     return config
+
+
+def class_of(config: Any) -> Any:
+    """transformers' class of a causal LM, or of one that takes images too and runs on text alone; None for neither."""
+    for known in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        if type(config) in known:
+            found = known[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    return None
 
 
 # What old checkpoints hold beside weights, and every model computes itself: masks, angles, numbers of positions.

@@ -4,13 +4,16 @@ Axes: layer, batch, kv_head, pos, head_dim, pair. A rotary embedding turns pairs
 a frequency (RoPE, arXiv 2104.09864). The angles are read from the model's own rotary module at both positions, so
 that every scaling of the frequencies is right and rounded as in the model; the length of (cos, sin), which is yarn's
 attention factor and in the cached keys already, is divided out. Which entries make a pair, and in which layers, no
-module says: it is found out by running a few tokens at two places and seeing which rotation takes the keys of the
-one to those of the other. What no rotation explains is refused.
+module says: it is found out by running a few tokens at three places, the last of them at the end of the context, and
+seeing which rotation takes the keys of the first to those of the others. What no rotation explains is refused, and so
+is a model whose values change with the position: then keys and values are something else (DeepSeek's latent and rotated
+key), or queries are scaled by position (Ministral 3).
 """
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +32,9 @@ _OFFSET = 7  # how far apart
 _LISTED = ("once", "halves", "twins")
 _PAIRED = ("halves", "twins")  # entries (i, i + width/2), as in Llama, or (2i, 2i + 1), as in GPT-J and Cohere
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+_known: weakref.WeakKeyDictionary[Handle, Rotary] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,27 +58,39 @@ class Rotary:
 
 def find_rotary(handle: Handle) -> Rotary:
     """How the model turns its keys, tried on two runs of a few tokens; KVError where moving is not possible."""
+    if handle in _known:
+        return _known[handle]
     module = _module(handle)
-    shift = min(_OFFSET, handle.context - _TRIED)
-    if shift < 1:
+    shifts = sorted({min(_OFFSET, handle.context - _TRIED), handle.context - _TRIED})
+    if shifts[0] < 1:
         raise KVError(f"{handle.name} has only {handle.context} positions, too few to move anything.")
     ids = [n * (handle.vocab_size - 1) // _TRIED for n in range(1, _TRIED + 1)]
-    here, there = prefill(handle, ids).kv, prefill(handle, ids, start=shift).kv
+    here, *others = (prefill(handle, ids, start=shift).kv for shift in (0, *shifts))
     types = getattr(handle.model.config.get_text_config(), "layer_types", None) or []
     typed = "layer_type" in inspect.signature(module.forward).parameters and types
     tolerance = 1e-3 if handle.dtype == torch.float32 else 5e-2
     layers: list[tuple[str | None, str, str] | None] = []
     with handle.running():
-        for layer, (keys, wanted) in enumerate(zip(here.keys, there.keys, strict=True)):
+        for layer, keys in enumerate(here.keys):
             kind = types[layer] if typed else None
+            errors: dict[Any, float] = {}
             try:
-                guesses = dict(_guesses(module, kind, keys, here.positions, there.positions))
+                for there in others:
+                    if _apart(here.values[layer], there.values[layer]) > tolerance:
+                        raise KVError(
+                            f"The values that {handle.name} keeps in layer {layer} change with the position, as no "
+                            "rotary embedding makes them (a latent in their place, or attention scaled by position), "
+                            "so its cache cannot be moved."
+                        )
+                    for guess, turned in _guesses(module, kind, keys, here.positions, there.positions):
+                        errors[guess] = max(errors.get(guess, 0.0), _apart(turned, there.keys[layer]))
+            except KVError:
+                raise
             except Exception as error:  # a module that is called in another way
                 raise KVError(
                     f"The rotary embedding of {handle.name} cannot be read ({first_line(error)}), so its keys "
                     "cannot be moved."
                 ) from error
-            errors = {guess: float((keys - wanted).abs().max() / wanted.abs().max()) for guess, keys in guesses.items()}
             best = min(errors, key=lambda guess: errors[guess])
             if not errors[best] <= tolerance:
                 raise KVError(
@@ -80,7 +98,13 @@ def find_rotary(handle: Handle) -> Rotary:
                     f"embedding that this lab knows would do (by {errors[best]:.1%} at best), so they cannot be moved."
                 )
             layers.append((kind, *best) if best else None)
-    return Rotary(module, tuple(layers))
+    _known[handle] = Rotary(module, tuple(layers))
+    return _known[handle]
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference, as a share of the largest entry of b."""
+    return float((a - b).abs().max() / b.abs().max())
 
 
 def move(handle: Handle, kv: KV, to: int) -> KV:

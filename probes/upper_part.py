@@ -8,9 +8,11 @@ gradients if they are wanted. No weight is touched, and none collects a gradient
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from engram_lab.models.engram import CACHE_ARGUMENT
+from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
+from engram_lab.models.kv_runs import running_states
 from engram_lab.models.tables import memories
 
 AT_ONCE = 64  # examples in one forward
@@ -26,6 +30,9 @@ AT_ONCE = 64  # examples in one forward
 # that a shorter tail may as well be run as a longer one.
 CHEAP = 32
 CHEAP_NARROW = 1 << 21  # divided by d_model squared
+
+
+_checked: weakref.WeakSet[Handle] = weakref.WeakSet()  # whose blocks can be run again
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class Tails:
     targets: Tensor
     at: Tensor
     residual: Tensor
+    last: Tensor = field(default_factory=lambda: torch.empty(0))  # behind the last block, with the tables as they were
     _calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     _cache: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     _history: list[tuple[Any, Any]] = field(default_factory=list)
@@ -60,6 +68,10 @@ class Tails:
             layer.__dict__.update(state)
         for memory, history in self._history:
             memory.history = history
+
+
+def _keep_last(tails: Tails, module: Any, args: Any, output: Any) -> None:
+    tails.last = (output[0] if isinstance(output, tuple) else output).clone()
 
 
 def _groups(examples: Sequence[Example], cheap: int) -> list[tuple[list[int], int]]:
@@ -81,12 +93,34 @@ class UpperPart:
 
     def __init__(self, handle: Handle, layer: int, examples: Sequence[Example]) -> None:
         self._handle, self._layer = handle, layer
+        if running_states(handle):
+            raise self._refusal()
         self._blocks = list(handle.model.get_submodule(handle.layout.blocks).children())[layer:]
         with torch.inference_mode(False), torch.no_grad():
             self.tails = [
                 self._tails(examples, *group)
                 for group in _groups(examples, max(CHEAP, CHEAP_NARROW // handle.d_model**2))
             ]
+            if handle not in _checked and self.tails:
+                self._check(self.tails[0])
+                _checked.add(handle)
+
+    def _check(self, tails: Tails) -> None:
+        """LabError unless the blocks give twice what they gave in the forward: some write over what they were given.
+
+        So do those that keep a running state, or share keys and values of a block below.
+        """
+        for _ in range(2):
+            again = self._hidden(tails)
+            if again.shape != tails.last.shape or not torch.allclose(again, tails.last, rtol=1e-4, atol=1e-5):
+                raise self._refusal()
+
+    def _refusal(self) -> LabError:
+        return LabError(
+            f"The blocks of {self._handle.name} from {self._layer} up cannot be run again on what they were given "
+            "(linear attention, or keys and values shared between blocks), so no fact can be written there: use a "
+            "model with ordinary attention."
+        )
 
     def _tails(self, examples: Sequence[Example], numbers: list[int], length: int) -> Tails:
         model, device = self._handle.model, self._handle.device
@@ -125,6 +159,7 @@ class UpperPart:
             for block in self._blocks:
                 hook = self._recorder(tails, cache)
                 hooks.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            hooks.callback(self._blocks[-1].register_forward_hook(partial(_keep_last, tails)).remove)
             forward(longest - length, longest)
         return tails
 
@@ -144,6 +179,10 @@ class UpperPart:
 
         With gradients where grad mode is on.
         """
+        return self._hidden(tails)[tails.at[0], tails.at[1]]
+
+    def _hidden(self, tails: Tails) -> Tensor:
+        """The residual behind the last block, [example, tail, d_model]."""
         tails.restore()
         try:
             hidden = tails.residual
@@ -152,7 +191,7 @@ class UpperPart:
                 hidden = output[0] if isinstance(output, tuple) else output
         finally:
             tails.restore()  # drops what the cache has kept of this run
-        return hidden[tails.at[0], tails.at[1]]
+        return hidden
 
     def log_probs(self, tails: Tails) -> Tensor:
         """Log-probability [target] float32 of the targets."""

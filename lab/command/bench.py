@@ -19,7 +19,7 @@ from typing import Any
 
 from engram_lab.lab.command.console import write
 
-BENCHMARKS = ("start", "lens", "trace", "cka", "kv_map")  # a function of that name each
+BENCHMARKS = ("start", "lens", "trace", "cka", "kv_map", "families")  # a function of that name each
 PATIENCE = 180  # seconds for what takes a few where nothing else runs
 FIRST_CHART = "document.querySelector('.st-key-curves .js-plotly-plot .trace') ? performance.now() / 1000 : 0"
 
@@ -226,6 +226,14 @@ def kv_map(
         "ratio": best["single"] / best["batched"],
         "largest_difference_of_recovery": float(gap),
     }
+
+
+def families() -> dict[str, Any]:
+    """What the lab does with a random model of each family, and the largest difference from transformers itself."""
+    from engram_lab.lab.command import families
+
+    measured = [families.measure(name) for name in families.FAMILIES]
+    return {"families": measured, "table": families.table(measured)}
 
 
 def start(rounds: int = 3) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import KVEdit
-from engram_lab.models.kv_runs import check_kv
+from engram_lab.models.kv_runs import check_kv, check_parts
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, only, role
 from engram_lab.probes.kv.effects import (
     Oracle,
@@ -84,6 +84,8 @@ def run(handles: Sequence[Handle], config: MapConfig, progress: Progress | None 
     pair = prepare(handle, config.scenario, config.align)
     groups = layer_groups(handle.n_layers, config.groups)
     check_kv(handle)
+    if config.part != "kv":
+        check_parts(handle)
     clean = run_clean(handle, pair)
     found = oracle(handle, pair, clean)
     where = list(differing(clean))

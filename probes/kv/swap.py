@@ -18,7 +18,7 @@ import torch
 from engram_lab.models.errors import LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.kv import PARTS, KVEdit, swap
-from engram_lab.models.kv_runs import check_kv, continue_from
+from engram_lab.models.kv_runs import check_kv, check_parts, continue_from
 from engram_lab.probes.base import Array, Progress, Protocol, Record, Report, check_seed, only, role
 from engram_lab.probes.kv.effects import (
     Clean,
@@ -132,6 +132,8 @@ def run(
     pair = prepare(handle, config.scenario, config.align)
     layers = chosen_layers(handle, config.layers)
     check_kv(handle)
+    if config.part != "kv":
+        check_parts(handle)
     told = progress or (lambda fraction, doing: None)
     told(0.0, "clean runs")
     clean = run_clean(handle, pair)

@@ -105,8 +105,15 @@ def test_missing_parts_are_named(tokenizer: PreTrainedTokenizerFast) -> None:
     model = tiny.make("llama")
     model.model.final_layernorm = model.model.norm
     del model.model.norm
-    with pytest.raises(CheckpointError, match=r"does not find its final norm \(looked for model\.norm,"):
+    with pytest.raises(CheckpointError, match="moved cannot run a forward pass"):
         Handle(model, tokenizer, "moved")
+    model.model.norm = torch.nn.Identity()
+    del model.model.final_layernorm
+    with pytest.raises(CheckpointError, match="does not find its final norm, beside the blocks"):
+        Handle(model, tokenizer, "without")
+    model.config.num_hidden_layers = 0
+    with pytest.raises(CheckpointError, match="has no decoder blocks"):
+        Handle(model, tokenizer, "empty")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -1,0 +1,151 @@
+"""Every family: what the lab does with it is transformers' own, or refused in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engram_lab.lab.command import families
+from engram_lab.models.errors import CheckpointError
+from engram_lab.models.grafting import graft
+from engram_lab.models.handle import Handle
+from engram_lab.models.kv import KVError
+from engram_lab.models.kv_runs import check_kv, check_parts
+from engram_lab.models.layouts import find_layout
+from engram_lab.models.rotary import find_rotary
+from tests.models import tiny
+
+README = Path(__file__).parents[3] / "README.md"
+FEW = ("OPT", "BLOOM", "Phi", "DeepSeek-V2", "LFM2")  # of each kind one; all of them in the slow tests
+# As transformers' own documentation of each names the parts.
+PLACES = {
+    "OPT": ("model.decoder.embed_tokens", "model.decoder.layers", "model.decoder.final_layer_norm", "lm_head"),
+    "BLOOM": ("transformer.word_embeddings", "transformer.h", "transformer.ln_f", "lm_head"),
+    "MPT": ("transformer.wte", "transformer.blocks", "transformer.norm_f", "lm_head"),
+    "LFM2": ("model.embed_tokens", "model.layers", "model.embedding_norm", "lm_head"),
+    "Mamba": ("backbone.embeddings", "backbone.layers", "backbone.norm_f", "lm_head"),
+    "LLaVA": ("model.language_model.embed_tokens", "model.language_model.layers", "model.language_model.norm",
+              "lm_head"),
+    "BioGPT": ("biogpt.embed_tokens", "biogpt.layers", "biogpt.layer_norm", "output_projection"),
+}  # fmt: skip
+
+
+def opened(name: str) -> Handle:
+    return Handle(families.make(name), tiny.byte_level(), name)
+
+
+def holds(row: dict[str, Any]) -> None:
+    assert row["lens"] == "yes" and row["largest_difference"] < 1e-5, row
+    for part in ("kv", "facts"):
+        assert row[part] == "yes" or (row[part].endswith(".") and row["family"] in row[part]), row
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_family(name: str) -> None:
+    holds(families.measure(name))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_table_of_the_readme_is_what_is_measured() -> None:
+    measured = [families.measure(name) for name in families.FAMILIES]
+    for row in measured:
+        holds(row)
+    stands = README.read_text(encoding="utf-8")
+    for line in families.table(measured).splitlines():
+        assert line.rpartition(" | ")[0] in stands, line  # the last digits are a processor's own
+    assert len(families.FAMILIES) >= 40
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_the_parts_are_found_by_structure(name: str) -> None:
+    layout = find_layout(families.make(name))
+    assert (layout.embedding, layout.blocks, layout.final_norm, layout.head) == PLACES[name]
+
+
+def test_a_model_of_no_family_that_anybody_named() -> None:
+    """The same parts under names that nobody has used."""
+    model = tiny.make("llama")
+    model.model.stack_of_things, model.model.at_the_end_norm = model.model.layers, model.model.norm
+    del model.model.layers, model.model.norm
+    layout = find_layout(model)
+    assert (layout.blocks, layout.final_norm) == ("model.stack_of_things", "model.at_the_end_norm")
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V2", "DeepSeek-V3"])
+def test_a_latent_cache_is_not_taken_for_keys_and_values(name: str) -> None:
+    handle = opened(name)
+    check_kv(handle)
+    with pytest.raises(KVError, match="keeps one latent for keys and values together"):
+        check_parts(handle)
+    with pytest.raises(KVError, match="change with the position"):
+        find_rotary(handle)
+
+
+def test_attention_scaled_by_position_is_not_moved() -> None:
+    """Ministral 3 scales queries from a position on, which a few tokens at the start do not show."""
+    import transformers
+
+    scaled = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5,
+              "original_max_position_embeddings": 16}  # fmt: skip
+    config = transformers.Ministral3Config(**families.SIZES, vocab_size=tiny.VOCAB, rope_parameters=scaled)
+    torch.manual_seed(0)
+    handle = Handle(transformers.Ministral3ForCausalLM(config).eval(), tiny.byte_level(), "scaled")
+    with pytest.raises(KVError, match=r"scaled .*cannot be moved|scaled keeps .*cannot be moved"):
+        find_rotary(handle)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Qwen3.5", "LFM2", "Mamba"])
+def test_running_states_are_refused_for_facts_and_caches(name: str) -> None:
+    row = families.measure(name)
+    assert "cannot be run again" in row["facts"] and "running state" in row["kv"] and row["lens"] == "yes"
+
+
+def test_a_graft_has_a_cache_that_can_be_edited() -> None:
+    for family in ("llama", "gpt2", "gemma2"):
+        check_kv(graft(Handle(tiny.make(family), tiny.byte_level(), family), [1], rows_per_head=50, heads=2))
+
+
+@pytest.mark.parametrize("pad", [-1, 10**6, None])
+def test_a_pad_that_is_no_token_is_none(pad: int | None) -> None:
+    model = tiny.make("llama")
+    model.config.pad_token_id = pad
+    grafted = graft(Handle(model, tiny.byte_level(), "odd"), [1], rows_per_head=50, heads=2)
+    assert 0 <= grafted.model.config.engram_pad_token_id < grafted.vocab_size
+
+
+def test_several_streams_are_named() -> None:
+    """Blocks that hand on [batch, pos, stream, d_model], as those of DeepSeek-V4 do."""
+    model = tiny.make("llama")
+
+    def narrow(_module: Any, args: Any, kwargs: Any) -> Any:
+        return (args[0].mean(dim=2) if args[0].dim() == 4 else args[0], *args[1:]), kwargs
+
+    def widen(_module: Any, args: Any, output: Any) -> Any:
+        return (output[0] if isinstance(output, tuple) else output).unsqueeze(2).expand(-1, -1, 4, -1)
+
+    embedding = model.model.embed_tokens
+    embedding.register_forward_hook(widen)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(narrow, with_kwargs=True)
+        layer.register_forward_hook(widen)
+    model.model.norm.register_forward_pre_hook(lambda _module, args: (args[0].mean(dim=2),))
+    with pytest.raises(CheckpointError, match="streams"):
+        Handle(model, tiny.byte_level(), "streams")
+
+
+def test_an_end_that_a_tokenizer_adds_is_no_part_of_a_prompt() -> None:
+    from tokenizers import processors
+
+    tokenizer = tiny.byte_level()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A <|eos|>", special_tokens=[("<|bos|>", 0), ("<|eos|>", 1)]
+    )
+    handle = Handle(tiny.make("llama"), tokenizer, "ended")
+    plain = Handle(tiny.make("llama"), tiny.byte_level(), "plain")
+    assert tokenizer("The river")["input_ids"][-1] == 1
+    assert handle.encode("The river") == plain.encode("The river")
+    assert handle.encode("The river<|eos|>")[-1] == 1, "typed, it stays"
