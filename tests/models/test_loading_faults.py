@@ -279,3 +279,52 @@ def test_what_changes_nothing_is_no_reason(kind: str, tmp_path: Path, tokenizer:
     ids = torch.tensor([handle.encode("The river runs")])
     with torch.no_grad():
         torch.testing.assert_close(handle.residuals(ids).logits, model(ids).logits, rtol=0, atol=1e-6)
+
+
+# --- Models that take images, and others that are no causal LM --------------------------------------------------------
+
+VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def with_images(kind: str) -> torch.nn.Module:
+    import transformers
+
+    text = tiny.SMALL_LLAMA | {"bos_token_id": 0, "eos_token_id": 1}
+    torch.manual_seed(4)
+    if kind == "llava":
+        config = transformers.LlavaConfig(
+            text_config=LlamaConfig(**text), vision_config=transformers.CLIPVisionConfig(**VISION)
+        )
+        return transformers.LlavaForConditionalGeneration(config)
+    if kind == "mistral3":
+        pixtral = transformers.PixtralVisionConfig(**VISION, head_dim=16)
+        config = transformers.Mistral3Config(text_config=transformers.MistralConfig(**text), vision_config=pixtral)
+        return transformers.Mistral3ForConditionalGeneration(config)
+    linear = {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.Qwen3_5Config(text_config=text | linear, vision_config=vision)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("kind", ["llava", "mistral3", "qwen3_5"])
+def test_the_text_of_a_model_that_takes_images(kind: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = with_images(kind).eval()
+    folder = saved(model, tokenizer, tmp_path)
+    handle = open_model(str(folder))
+    ids = torch.tensor([handle.encode("The river runs")])
+    with torch.no_grad():
+        torch.testing.assert_close(handle.residuals(ids).logits, model(input_ids=ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["T5Config", "CLIPConfig", "ViTConfig"])
+def test_what_continues_no_text_says_what_it_is(kind: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    import transformers
+
+    folder = saved(tiny.make("llama"), tokenizer, tmp_path)
+    config = getattr(transformers, kind)()
+    config.save_pretrained(folder)
+    with pytest.raises(CheckpointError, match=rf'type "{config.model_type}", which is not a causal language model'):
+        open_model(str(folder))
