@@ -12,10 +12,12 @@ import itertools
 import json
 import lzma
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -23,6 +25,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engram_lab.models.errors import DataError
+from engram_lab.models.files import whole
 
 START, PAD = "<|endoftext|>", "<|pad|>"
 HELD_OUT_SHARE = 200  # one document in so many is never trained on
@@ -121,14 +124,77 @@ def prepare(
     max_characters: int = 8_000,
     progress: Callable[[str], None] = lambda message: None,
 ) -> DataInfo:
-    """Tokenize once into `out`; a folder that is prepared already is taken as it is. Raises DataError."""
-    info_file = out / "data.json"
-    if info_file.exists():
-        stored = json.loads(info_file.read_text())
-        return DataInfo(**{**stored, "sources": tuple(stored["sources"])})
-    if not texts and not dataset:
-        raise DataError("No text to train on: name files with --text, or a dataset with --dataset.")
+    """Tokenize once into `out`; a folder that was prepared from the same text is taken as it is.
+
+    Raises DataError for a folder that another text was prepared in, and for a text that is not there.
+    """
+    for path in texts:
+        if not path.is_file():
+            raise DataError(f"There is no text file {path}: name one that is there.")
+    sources = tuple([path.name for path in texts] + ([dataset] if dataset else []))
+    asked = _digest(texts, dataset, tokenizer, vocab_size, max_characters)
     out.mkdir(parents=True, exist_ok=True)
+    with _alone(out, progress):
+        if (out / "data.json").exists():
+            return _prepared(out, sources, asked)
+        if not sources:
+            raise DataError("No text to train on: name files with --text, or a dataset with --dataset.")
+        return _tokenize(
+            out, texts, dataset, tokenizer, vocab_size, tokenizer_documents, max_characters, progress, sources, asked
+        )
+
+
+def _digest(
+    texts: Sequence[Path], dataset: str | None, tokenizer: str | None, vocab_size: int, max_characters: int
+) -> str:
+    """A hex digest of all that decides the tokens: the bytes of the files, and how they are cut."""
+    digest = hashlib.sha256(json.dumps([dataset, tokenizer, vocab_size, max_characters]).encode())
+    for path in texts:
+        with path.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _prepared(out: Path, sources: tuple[str, ...], asked: str) -> DataInfo:
+    """What a folder was prepared from; DataError if something else is asked for now."""
+    stored = json.loads((out / "data.json").read_text(encoding="utf-8"))
+    known = stored.pop("request", None)
+    info = DataInfo(**{**stored, "sources": tuple(stored["sources"])})
+    if sources and (known != asked if known is not None else info.sources != sources):
+        raise DataError(
+            f"{out} was prepared from {', '.join(info.sources)}, and other text, or the same cut otherwise, is asked "
+            "for now: name another folder for --out, or leave --text out to go on with what is there."
+        )
+    return info
+
+
+@contextmanager
+def _alone(out: Path, progress: Callable[[str], None]) -> Iterator[None]:
+    """No other process prepares this folder meanwhile: two arms that are started at once share what the first makes."""
+    lock = filelock.FileLock(out / ".preparing")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        progress(f"another command prepares {out}: waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _tokenize(
+    out: Path,
+    texts: Sequence[Path],
+    dataset: str | None,
+    tokenizer: str | None,
+    vocab_size: int,
+    tokenizer_documents: int,
+    max_characters: int,
+    progress: Callable[[str], None],
+    sources: tuple[str, ...],
+    asked: str,
+) -> DataInfo:
     bpe: PreTrainedTokenizerBase
     if tokenizer:
         bpe = AutoTokenizer.from_pretrained(tokenizer)
@@ -168,7 +234,7 @@ def prepare(
             f"{HELD_OUT_SHARE}): bring more documents, each ended by a blank line."
         )
     info = DataInfo(
-        tuple([path.name for path in texts] + ([dataset] if dataset else [])),
+        sources,
         max_characters,
         counts["tokens"][0],
         counts["tokens"][1],
@@ -177,7 +243,8 @@ def prepare(
         len(bpe),
         dtype.str,
     )
-    info_file.write_text(json.dumps(asdict(info), indent=1))  # last: its presence says the folder is complete
+    with whole(out / "data.json") as fresh:  # last: its presence says the folder is complete
+        fresh.write_text(json.dumps({**asdict(info), "request": asked}, indent=1), encoding="utf-8")
     return info
 
 

@@ -29,11 +29,14 @@ from transformers import (
 )
 
 from engram_lab.models.data import PackedStream
-from engram_lab.models.engram import EngramConfig, EngramForCausalLM, EngramModel
+from engram_lab.models.engram import GATES, EngramConfig, EngramForCausalLM, EngramModel
 from engram_lab.models.errors import CheckpointError, DataError
 from engram_lab.models.optim import LinearCrossEntropy, Muon, fast_bf16
 
 GATE_BINS = 40
+
+
+_FROM_ZERO = ("seed", "long_share", "muon_decay", "adam_lr", "muon_lr", "warmup_steps")  # settings that may be 0
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,35 @@ class TrainConfig:
     point_sequences: int = 24
 
     def __post_init__(self) -> None:
+        """DataError for settings with which no model can be trained."""
+        for name, value in asdict(self).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                least = 0 if name in _FROM_ZERO else 1 if isinstance(value, int) else 1e-12
+                if not least <= value <= 1e12:  # NaN is in no range
+                    raise DataError(f"--{name.replace('_', '-')} is {value}; it must be a number from {least:g} up.")
+        if not 0 <= self.long_share <= 1:
+            raise DataError(f"--long-share is {self.long_share}; it must be a share, 0 to 1.")
+        if self.gate not in GATES:
+            raise DataError(f'--gate is "{self.gate}"; it must be one of {", ".join(GATES)}.')
+        if not 2 <= self.max_ngram <= 8:
+            raise DataError(f"--max-ngram is {self.max_ngram}; it must be from 2 to 8.")
+        bad = [layer for layer in self.memory_layers if not 0 <= layer < self.n_layers]
+        if not self.twin and (bad or not self.memory_layers or len(set(self.memory_layers)) < len(self.memory_layers)):
+            raise DataError(
+                f"--memory-layers are {', '.join(map(str, self.memory_layers)) or 'none'}, and {self.n_layers} blocks "
+                f"have the numbers 0 to {self.n_layers - 1}: name some of these, each once."
+            )
+        if self.seed >= 2**63:
+            raise DataError(f"--seed is {self.seed}; it must be below 2**63.")
         for length in (self.context, self.short_context):
             if length < 1 or self.batch_tokens % length:
                 raise DataError(f"The batch of {self.batch_tokens} tokens is no multiple of the context of {length}.")
         if self.tokens < self.batch_tokens:
             raise DataError(f"{self.tokens} tokens are less than one batch of {self.batch_tokens}.")
-        if self.d_model % self.n_attention_heads:
-            raise DataError(f"A width of {self.d_model} cannot be split into {self.n_attention_heads} heads.")
+        if self.d_model % (2 * self.n_attention_heads):
+            raise DataError(
+                f"A width of {self.d_model} cannot be split into {self.n_attention_heads} heads of an even width."
+            )
 
     @property
     def steps(self) -> int:

@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from engram_lab.lab.command.console import write
+from engram_lab.lab.command.console import check_outputs, write
 
 BENCHMARKS = ("start", "lens", "trace", "cka", "kv_map", "families")  # a function of that name each
 PATIENCE = 180  # seconds for what takes a few where nothing else runs
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and write the figures."""
+    check_outputs(args.json)
     measure = globals()[args.what]
     write(args.json, json.dumps(measure(), indent=1) + "\n")
     return 0

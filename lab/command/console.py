@@ -10,12 +10,14 @@ import io
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from engram_lab.lab.ask.flags import BadUsageError as BadUsageError
 from engram_lab.lab.ask.flags import StrictParser
+from engram_lab.models.errors import DataError
+from engram_lab.models.files import check_target, whole
 
 Progress = Callable[[float, str], None]  # (the fraction that is done, what is being done)
 
@@ -53,7 +55,37 @@ def write(path: str, text: str) -> None:
             sys.stdout.reconfigure(encoding="utf-8")
         sys.stdout.write(text)
     else:
-        Path(path).write_text(text, encoding="utf-8")
+        with whole(Path(path)) as fresh:
+            fresh.write_text(text, encoding="utf-8")
+
+
+def check_outputs(*paths: str | Path | None, reads: Sequence[str | Path | None] = ()) -> None:
+    """DataError, before any work, for a file that cannot be written, that is read too, or for two that are one.
+
+    "-" is stdout, which one of them may be.
+    """
+    named = [str(path) for path in paths if path is not None]
+    inputs = [Path(path) for path in reads if path is not None]
+    for n, path in enumerate(named):
+        if path in named[:n] or (path != "-" and any(_same(path, other) for other in named[:n])):
+            raise DataError(f"Two files are to be written to {path}: name another for one of them.")
+        if path != "-":
+            check_target(Path(path), *inputs)
+
+
+def _same(a: str, b: str) -> bool:
+    return b != "-" and Path(a).resolve() == Path(b).resolve()
+
+
+def set_threads(number: int | None) -> None:
+    """That many CPU threads for torch (None: as it is); DataError for fewer than one."""
+    if number is None:
+        return
+    if not 1 <= number <= 4096:
+        raise DataError(f"--threads is {number}; it must be from 1 to 4096.")
+    import torch
+
+    torch.set_num_threads(number)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import brief
-from engram_lab.lab.command.console import write
+from engram_lab.lab.command.console import check_outputs, write
 from engram_lab.lab.fronts import FRONTS, front
 from engram_lab.lab.sessions import compare
 from engram_lab.probes.running import compute
@@ -136,6 +136,7 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
+    check_outputs(args.json)
     if torch.cuda.is_available():
         report = check()
     else:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engram_lab.lab.command.console import Parser, ends_between_steps
+from engram_lab.lab.command.console import Parser, check_outputs, ends_between_steps, set_threads
 from engram_lab.lab.draw.durations import digits
 
 if TYPE_CHECKING:
@@ -72,8 +72,6 @@ def table(info: FitInfo) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Fit, write the translators, and print the held-out KL of each layer before and after."""
-    import torch
-
     from engram_lab.models.handle import open_model
     from engram_lab.probes import tuned_lens
     from engram_lab.probes.fit_text import read_text
@@ -81,14 +79,15 @@ def run(args: argparse.Namespace) -> int:
     def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     tokens = tuned_lens.tokens_for(args.steps) if args.tokens is None else args.tokens
     config = tuned_lens.FitConfig(args.steps, tokens, args.max_characters, args.seed)
     say("reading the text")
     text = read_text(args.text, config.tokens, config.seed, config.max_characters)
     handle = open_model(args.model, device=args.device, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     path = destination(handle, args.out)
+    if path.parent.is_dir():
+        check_outputs(path, reads=args.text)
     checkpoint = path.with_suffix(".fit")
     began = told = time.monotonic()
 

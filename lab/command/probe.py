@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engram_lab.lab.ask import flags
-from engram_lab.lab.command.console import Parser, progress, write
+from engram_lab.lab.command.console import BadUsageError, Parser, check_outputs, progress, write
 from engram_lab.lab.fronts import FRONTS, front, group_line, settled
+from engram_lab.models.files import whole
 
 if TYPE_CHECKING:
     from engram_lab.probes.base import Report
@@ -41,6 +42,9 @@ def run_probe(args: argparse.Namespace) -> int:
 
     shown = front(args.probe)
     config = shown.ASK.config(args)
+    check_outputs(args.json, args.csv, args.png, reads=[v for v in vars(args).values() if isinstance(v, Path)])
+    if args.session is None and (args.note or args.tag):
+        raise BadUsageError("--note and --tag are of the session that --save names: add --save NAME.")
     options = {"device": args.device, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     if args.session is not None:
         check_save(args)  # before anything is computed
@@ -57,7 +61,8 @@ def run_probe(args: argparse.Namespace) -> int:
         if args.csv:
             write(args.csv, export.csv_text(report))
         if args.png:
-            Path(args.png).write_bytes(export.png(shown.figure(report, "light", handles)))
+            with whole(Path(args.png)) as fresh:
+                fresh.write_bytes(export.png(shown.figure(report, "light", handles)))
     if args.json or not (args.csv or args.png or args.session):
         write(args.json or "-", report.to_json() + "\n")
     return 0

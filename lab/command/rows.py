@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engram_lab.lab.command.console import check_outputs
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommands of `engram-lab rows`; each sets `args.call`."""
@@ -38,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.tokens is not None and args.tokens < 1:
         raise DataError(f"--tokens is {args.tokens}; it must be 1 or more.")
-    if not args.out.parent.is_dir():
-        raise DataError(f"There is no folder {args.out.parent} for --out: make it first.")
+    check_outputs(args.out, reads=args.text or ())
     handle = open_model(args.model, device="cpu")
     batches: Any
     if args.run:

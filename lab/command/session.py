@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.draw.durations import digits
+from engram_lab.models.files import check_target
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -241,11 +242,8 @@ def _new_file(args: argparse.Namespace) -> Path:
     from engram_lab.models.errors import DataError
 
     out = Path(args.out)
-    if out.is_dir():
-        raise DataError(f"{out} is a folder: name a file.")
-    if not out.parent.is_dir():
-        raise DataError(f"There is no folder {out.parent}: make it first.")
-    if out.exists() and not args.force:
+    check_target(out)
+    if out.is_file() and not args.force:
         raise DataError(f"{out} exists already: name another file, or add --force to replace it.")
     return out
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram_lab.lab.command.console import ends_between_steps
+from engram_lab.lab.command.console import ends_between_steps, set_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,16 +85,15 @@ def mean_kl(
 
 def run(args: argparse.Namespace) -> int:
     """Prepare the text, train, write OUT/engram/final or OUT/dense/final."""
-    import torch
     from tqdm import tqdm
     from transformers.utils import logging
 
     from engram_lab.models.data import prepare
+    from engram_lab.models.errors import DataError
     from engram_lab.models.train import TrainConfig, Trainer
 
     logging.disable_progress_bar()  # one for every file saved would break up that of the run
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    set_threads(args.threads)
 
     def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
@@ -103,7 +102,11 @@ def run(args: argparse.Namespace) -> int:
     if args.memory_layers:
         chosen["memory_layers"] = tuple(args.memory_layers)
     config = TrainConfig(twin=args.twin, **chosen)
-    data = args.out / "data"
+    data, arm = args.out / "data", args.out / ("dense" if args.twin else "engram")
+    if not args.resume and (there := next((arm / n for n in ("final", "checkpoint") if (arm / n).exists()), None)):
+        raise DataError(
+            f"{there} is of a run that was made before: go on with it by --resume, or name another folder for --out."
+        )
     prepare(
         data,
         args.text,
@@ -113,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         max_characters=args.max_characters,
         progress=say,
     )
-    trainer = Trainer(config, data, args.out / ("dense" if args.twin else "engram"), mean_kl)
+    trainer = Trainer(config, data, arm, mean_kl)
     if args.resume:
         trainer.resume()
     with tqdm(total=config.steps * config.batch_tokens, unit="tok", unit_scale=True, file=sys.stderr) as bar:

@@ -15,11 +15,9 @@ import os
 import re
 import stat
 import struct
-import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 from engram_lab.lab.ask.view import View
 from engram_lab.lab.sessions import NewRun, naming, packing
 from engram_lab.models.errors import LabError
+from engram_lab.models.files import whole
 from engram_lab.probes import module_of
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def export_session(store: Store, name_or_id: str, target: Path | IO[bytes]) -> S
             f"and {MOST_BYTES / 1e6:.0f} MB of one file: put some of its runs into another session."
         )
     if isinstance(target, Path):
-        with _whole(target) as file:
+        with whole(target) as fresh, fresh.open("wb") as file:
             _write(file, text, blobs)
     else:
         _write(target, text, blobs)
@@ -117,21 +116,6 @@ def _write(file: IO[bytes], manifest: bytes, blobs: Mapping[str, bytes]) -> None
             member.create_system = 3  # the same bytes on Windows
             member.external_attr = (stat.S_IFREG | 0o644) << 16
             out.writestr(member, data)
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its place when all of it is written."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            yield file
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            file.close()
-            os.unlink(file.name)
-            raise
 
 
 def _written(moment: datetime) -> str:

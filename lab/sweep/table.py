@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.fronts import front
 from engram_lab.lab.sweep.grid import Sweep
+from engram_lab.models.files import whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,14 +74,8 @@ def series(values: Sequence[Any]) -> pd.Series:
 
 def write(data: pd.DataFrame, path: Path) -> None:
     """The table as Parquet or CSV, by the ending; whole or not at all."""
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
+    with whole(path, durable=True) as fresh:
         if path.suffix.lower() == ".csv":
-            data.to_csv(partial, index=False, lineterminator="\n")
+            data.to_csv(fresh, index=False, lineterminator="\n")
         else:
-            data.to_parquet(partial, engine="pyarrow", index=False)
-        with partial.open("rb+") as stream:
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+            data.to_parquet(fresh, engine="pyarrow", index=False)
