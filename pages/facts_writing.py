@@ -23,6 +23,7 @@ from engram_lab.models.errors import DataError, LabError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Fact, Overlay, Stack, check_overlay, load_overlay, prepare
 from engram_lab.models.tables import addresses
+from engram_lab.probes.answers import behind
 from engram_lab.probes.base import Report
 from engram_lab.probes.facts.check import CheckConfig
 from engram_lab.probes.facts.locality import table_digest
@@ -147,7 +148,7 @@ def stated(rows: Sequence[Sequence[str]], known: Sequence[StatedFact]) -> tuple[
             raise DataError(f"Row {n} of the table has no {missing}: fill it in, or delete the row.")
         if not trigger:
             continue
-        answer, own = facts_files.spaced(answer), by_trigger.get(trigger)
+        answer, own = behind(trigger, answer), by_trigger.get(trigger)
         same = own is not None and own.answer == answer
         found.append(
             own if own is not None and same

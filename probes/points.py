@@ -56,12 +56,12 @@ def read_sentences(raw: bytes, name: str) -> tuple[Sentence, ...]:
     filled = [line for line in lines if line.strip()]
     if not filled:
         raise DataError(f"{name} holds no text: put one text, or one token and its tag, on each line.")
-    if filled[0].lstrip().startswith('{"'):
+    if re.match(r'\s*\{\s*"', filled[0]):
         return tuple(_from_json(line, n, name) for n, line in enumerate(lines, 1) if line.strip())
-    first = filled[:1000]
+    first = [line for line in filled[:1000] if not _is_comment(line)] or filled[:1]
     if 10 * sum(_row(line) is not None for line in first) < 9 * len(first):
         return tuple(Sentence(line.strip()) for line in filled)
-    return tuple(_from_bio(lines, name))
+    return tuple(_from_bio(_unnumbered(lines), name))
 
 
 def _unpacked(raw: bytes, name: str) -> bytes:
@@ -85,12 +85,32 @@ def _unpacked(raw: bytes, name: str) -> bytes:
     return raw
 
 
+def _is_comment(line: str) -> bool:
+    """Whether a line says something of a sentence, as "# text = ..." does; a token "#" has its tag and nothing else."""
+    return line.startswith("#") and (len(re.split(r"[ \t]+", line.strip())) > 2 or _row(line) is None)
+
+
 def _row(line: str) -> tuple[str, str] | None:
-    """(token, tag) of a line of a BIO file, or None."""
-    columns = [part.strip() for part in line.split("\t")] if "\t" in line else line.split()
+    """(token, tag) of a line of a BIO file, or None; a token may hold any space but a blank and a tab."""
+    columns = [part.strip(" ") for part in line.split("\t")] if "\t" in line else re.findall(r"[^ ]+", line)
     if len(columns) < 2 or not columns[0] or not _TAG.fullmatch(columns[-1]):
         return None
     return columns[0], columns[-1]
+
+
+def _unnumbered(lines: Sequence[str]) -> list[str]:
+    """The lines without a first column that counts the tokens of each sentence, as CoNLL-U's and GermEval's have it."""
+    place, found = 0, []
+    for line in lines:
+        number, _, rest = (part.strip(" ") for part in re.sub(r"\t| +", "\t", line.strip(" "), count=1).partition("\t"))
+        if not line.strip() or _is_comment(line):
+            place, rest = (0 if not line.strip() else place), line
+        else:
+            place += 1
+            if number != str(place) or _row(rest) is None:
+                return list(lines)
+        found.append(rest)
+    return found
 
 
 def _from_json(line: str, number: int, name: str) -> Sentence:
@@ -100,7 +120,7 @@ def _from_json(line: str, number: int, name: str) -> Sentence:
         spans = tuple((int(start), int(end)) for start, end in held.get("entities", ()))
         if not isinstance(text, str) or not text:
             raise ValueError
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise DataError(
             f'Line {number} of {name} is no {{"text": ..., "entities": [[start, end], ...]}}: correct it.'
         ) from None
@@ -111,11 +131,11 @@ def _from_bio(lines: Sequence[str], name: str) -> Iterable[Sentence]:
     tokens: list[str] = []
     tags: list[str] = []
     for number, line in enumerate([*lines, ""], 1):
-        row = _row(line)
+        row = None if _is_comment(line) else _row(line)
         if row is not None and row[0] != "-DOCSTART-":
             tokens.append(row[0])
             tags.append(row[1])
-        elif row is None and line.strip() and not line.startswith("#"):  # a comment, as some files have
+        elif row is None and line.strip() and not _is_comment(line):
             raise DataError(f"Line {number} of {name} is no token with a tag such as O, B-person or I-person.")
         elif not line.strip() and tokens:
             yield joined(tokens, tags)

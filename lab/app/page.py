@@ -117,8 +117,8 @@ def text_set(default: Sequence[str], label: str = "without a file, the sentences
     """A text set: an upload or `default`, the first so many of it."""
     left, right = st.columns([3, 1])
     with left:
-        file = uploads.upload(f"Your own texts (UTF-8, one on each line); {label}", "file", _take_all_texts)
-    lines = tuple(default) if file is None else texts.lines_of(file.data, file.name)
+        file = uploads.upload(f"Your own texts (UTF-8, one on each line, or .jsonl); {label}", "file", _take_all_texts)
+    lines = tuple(default) if file is None else texts.texts_of(file.data, file.name)
     if st.session_state.get("texts", 0) > len(lines):
         st.session_state["texts"] = len(lines)
     n = right.number_input(

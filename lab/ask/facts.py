@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags as arguments
-from engram_lab.lab.ask.texts import held_out, lines_of
+from engram_lab.lab.ask.texts import file_of, held_out, lines_of
 
 if TYPE_CHECKING:
     from engram_lab.probes.facts.sets import StatedFact, Writing
@@ -97,6 +97,7 @@ def _cell(key: str, value: str) -> Any:
 def _fact(stored: Mapping[str, Any], where: str) -> StatedFact:
     """A fact from JSON or a table; DataError for what it may not hold."""
     from engram_lab.models.errors import DataError
+    from engram_lab.probes.answers import behind
     from engram_lab.probes.facts.sets import Expected, StatedFact
 
     unknown = sorted(stored.keys() - set(_KEYS))
@@ -116,10 +117,12 @@ def _fact(stored: Mapping[str, Any], where: str) -> StatedFact:
         raise DataError(f'In {where} each neighbour and the composition must have the texts "prompt" and "answer".')
     return StatedFact(
         trigger=stored["trigger"].strip(),
-        answer=spaced(stored["answer"]),
+        answer=behind(stored["trigger"], stored["answer"]),
         paraphrases=tuple(paraphrases),
-        neighbours=tuple(Expected(pair["prompt"], spaced(pair["answer"])) for pair in neighbours),
-        composition=None if composition is None else Expected(composition["prompt"], spaced(composition["answer"])),
+        neighbours=tuple(Expected(pair["prompt"], behind(pair["prompt"], pair["answer"])) for pair in neighbours),
+        composition=None
+        if composition is None
+        else Expected(composition["prompt"], behind(composition["prompt"], composition["answer"])),
         id=stored.get("id", ""),
     )
 
@@ -133,11 +136,6 @@ def _is_pair(pair: Any) -> bool:
         and pair.keys() == {"prompt", "answer"}
         and all(isinstance(text, str) and text.strip() for text in pair.values())
     )
-
-
-def spaced(answer: str) -> str:
-    """An answer as it follows a trigger: with one space before it where it was typed with none."""
-    return answer if answer[:1].isspace() or not answer else f" {answer}"
 
 
 def of_line(line: str) -> StatedFact:
@@ -243,12 +241,12 @@ def flags(facts: Sequence[StatedFact], writing: Writing) -> list[str]:
 def text_flags(texts: Sequence[str]) -> list[str]:
     """The options of `add_texts` that make these again."""
     ours = tuple(texts) == held_out()[: len(texts)]
-    return [*([] if ours else [arguments.flag("texts", arguments.TEXTS_FILE)]), arguments.flag("n-texts", len(texts))]
+    return [*([] if ours else [arguments.flag("texts", file_of(texts)[0])]), arguments.flag("n-texts", len(texts))]
 
 
 def files(facts: Sequence[StatedFact], texts: Sequence[str] = ()) -> dict[str, str]:
     """The files that `flags` and `text_flags` name: name -> text."""
     found = {} if tuple(facts) == persona() else {FILE: written(facts)}
     if tuple(texts) != held_out()[: len(texts)]:
-        found[arguments.TEXTS_FILE] = "\n".join(texts) + "\n"
+        found |= dict([file_of(texts)])
     return found

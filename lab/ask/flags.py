@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
-
-TEXTS_FILE = "texts.txt"  # where an exported command reads its text set
 
 
 class BadUsageError(Exception):
@@ -93,22 +90,10 @@ def read_prompts(args: argparse.Namespace) -> tuple[tuple[str, ...], bool]:
 
 
 def read_texts(path: Path) -> tuple[str, ...]:
-    """The texts of a file, one a line, or of the "prompt" of each line of a .jsonl; DataError if it has none."""
-    from engram_lab.lab.ask.texts import lines_of
-    from engram_lab.models.errors import DataError
+    """The texts of a file, as texts.texts_of reads them; DataError if it has none."""
+    from engram_lab.lab.ask.texts import texts_of
 
-    lines = lines_of(path.read_bytes(), str(path))
-    if path.suffix != ".jsonl":
-        return lines
-    prompts = []
-    for n, line in enumerate(lines, 1):
-        try:
-            prompts.append(json.loads(line)["prompt"])
-        except (ValueError, TypeError, KeyError):
-            raise DataError(f'{path} has no JSON object with a "prompt" as its text {n}.') from None
-        if not isinstance(prompts[-1], str):
-            raise DataError(f"{path} has a prompt that is no text as its text {n}.")
-    return tuple(prompts)
+    return texts_of(path.read_bytes(), str(path))
 
 
 def flag(name: str, value: Any) -> str:
@@ -123,9 +108,13 @@ def model_flags(models: Sequence[str]) -> list[str]:
 
 def prompt_flags(prompts: Sequence[str], detail: bool) -> list[str]:
     """--prompt for each, or the file that holds a text set."""
-    return [flag("prompt", prompt) for prompt in prompts] if detail else [flag("prompts", TEXTS_FILE)]
+    from engram_lab.lab.ask.texts import file_of
+
+    return [flag("prompt", prompt) for prompt in prompts] if detail else [flag("prompts", file_of(prompts)[0])]
 
 
 def texts_file(prompts: Sequence[str], detail: bool) -> dict[str, str]:
     """The text set as the file that `prompt_flags` names; empty where the prompts are in the command itself."""
-    return {} if detail else {TEXTS_FILE: "\n".join(prompts) + "\n"}
+    from engram_lab.lab.ask.texts import file_of
+
+    return {} if detail else dict([file_of(prompts)])

@@ -14,7 +14,7 @@ from engram_lab.lab.ask import facts as facts_files
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import scenarios
 from engram_lab.lab.ask.request import Choice, File, Number, Part, Switch, Text, flag, refuse
-from engram_lab.lab.ask.texts import ONE, SET, held_out, lines_of
+from engram_lab.lab.ask.texts import ONE, SET, file_of, held_out
 
 if TYPE_CHECKING:
     from engram_lab.probes.kv.scenario import Scenario as ScenarioText
@@ -83,10 +83,10 @@ def file_of_texts(texts: Sequence[str], ours: Sequence[str]) -> dict[str, File]:
     """What the page reads texts from: nothing for the first so many of ours, else a file with one a line."""
     if tuple(texts) == tuple(ours[: len(texts)]) and texts:
         return {}
-    raw = "".join(f"{text}\n" for text in texts).encode()
-    if not texts or lines_of(raw, arguments.TEXTS_FILE) != tuple(texts):
-        refuse("a text that does not stand on one line" if texts else "no text at all")
-    return {"file": (arguments.TEXTS_FILE, raw)}
+    if not texts:
+        refuse("no text at all")
+    name, content = file_of(texts)
+    return {"file": (name, content.encode())}
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import brief
-from engram_lab.lab.ask.flags import TEXTS_FILE, read_texts, texts_file
+from engram_lab.lab.ask.flags import read_texts, texts_file
 from engram_lab.lab.ask.parts import Models, Prompt, file_of_texts
 from engram_lab.lab.ask.request import Ask, File, Flag, Number, flag, refuse
-from engram_lab.lab.ask.texts import held_out
+from engram_lab.lab.ask.texts import file_of, held_out
 from engram_lab.lab.fronts.entry import ENGRAM, Entry
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Counted(Flag):
 
     def flags(self, config: RowsConfig) -> list[str]:
         """--text, if there are any."""
-        return [flag("text", TEXTS_FILE)] if config.text else []
+        return [flag("text", file_of(config.text)[0])] if config.text else []
 
     def files(self, config: RowsConfig) -> dict[str, str]:
         """The texts as that file."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engram_lab.lab.ask import brief
 from engram_lab.lab.ask.parts import RESAMPLING, Models
 from engram_lab.lab.ask.request import Ask, File, Part, Repeated, flag, refuse, word_of
-from engram_lab.lab.ask.texts import items_of, shipped_sets
+from engram_lab.lab.ask.texts import file_of, items_of, shipped_sets
 from engram_lab.lab.draw import labels
 from engram_lab.lab.draw.figure import SYMBOLS, bars, level, list_axis, titled
 from engram_lab.lab.draw.tables import bounds, interval_of
@@ -32,20 +32,35 @@ WORDS = {"memory off": "off", "rows zeroed": "zeroed", "rows shuffled": "shuffle
 FILES = 8  # sets that the page takes, as uploads.upload_many
 
 
-def _texts(config: SensitivityConfig) -> list[str]:
-    """Each set as the text of a file."""
-    found = []
-    for own in config.sets:
-        lines = [item.text for item in own.items]
-        if any(item.answer for item in own.items):
-            lines = [json.dumps({"prompt": i.text, "answer": i.answer}, ensure_ascii=False) for i in own.items]
-        found.append("".join(f"{line}\n" for line in lines))
-    return found
+def _files(config: SensitivityConfig) -> list[tuple[str, str]]:
+    """(name, content) of a file for each set, no two of one name, that reads back as it."""
+    from engram_lab.probes.answers import behind
+
+    found: dict[str, str] = {}
+    for given in config.sets:
+        stem = "".join(char if char.isalnum() or char in "-_" else "_" for char in given.name) or "set"
+        name, content = file_of([item.text for item in given.items], stem)
+        if name.endswith(".jsonl") or any(item.answer for item in given.items):
+            name, lines = f"{stem}.jsonl", []
+            for item in given.items:
+                exact = {} if behind(item.text, item.answer) == item.answer else {"space": False}
+                lines.append({"prompt": item.text, "answer": item.answer} | exact)
+            content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        path = Path(name)
+        names = (name, *(f"{path.stem}-{n}{path.suffix}" for n in range(2, len(config.sets) + 2)))
+        found[next(free for free in names if free not in found)] = content
+    return list(found.items())
 
 
-def _file(own: Any) -> str:
-    stem = "".join(char if char.isalnum() or char in "-_" else "_" for char in own.name)
-    return stem + (".jsonl" if any(item.answer for item in own.items) else ".txt")
+def _named(given: str) -> tuple[str, str]:
+    """(name, file) of NAME=FILE, where either may hold a =: the file is one that is there."""
+    parts = given.split("=")
+    splits = [("=".join(parts[:n]), "=".join(parts[n:])) for n in range(len(parts) - 1, 0, -1)]
+    there = [(name, file) for name, file in splits if name and file and Path(file).is_file()]
+    name, file = next(iter(there), splits[-1] if splits else ("", ""))
+    if not (name and file):
+        raise DataError(f'--set is "{given}"; give it as NAME=FILE.')
+    return name, file
 
 
 class Sets(Part):
@@ -69,21 +84,23 @@ class Sets(Part):
 
         sets = []
         for given in args.set or ():
-            name, equals, file = given.partition("=")
-            if not (name and equals and file):
-                raise DataError(f'--set is "{given}"; give it as NAME=FILE.')
+            name, file = _named(given)
             sets.append(TextSet(name, items_of(Path(file).read_bytes(), file)))
         return {"sets": tuple(sets) or shipped_sets()}
 
     def flags(self, config: SensitivityConfig) -> list[str]:
         """--set for each, unless they are those that ship."""
-        return [flag("set", f"{given.name}={_file(given)}") for given in config.sets if self.files(config)]
+        if not self.files(config):
+            return []
+        return [
+            flag("set", f"{given.name}={file}") for given, (file, _) in zip(config.sets, _files(config), strict=True)
+        ]
 
     def files(self, config: SensitivityConfig) -> dict[str, str]:
         """The sets as files, unless they are those that ship."""
         if config.sets == shipped_sets():
             return {}
-        return dict(zip(map(_file, config.sets), _texts(config), strict=True))
+        return dict(_files(config))
 
     def view(self, config: SensitivityConfig) -> dict[str, Any]:
         """Which is first."""
@@ -94,11 +111,11 @@ class Sets(Part):
         first, brought = config.sets[0].name, {}
         if config.sets == tuple(sorted(shipped_sets(), key=lambda known: known.name != first)):
             return {}
-        for n, (given, text) in enumerate(zip(config.sets, _texts(config), strict=True)):
+        for n, (given, (file, text)) in enumerate(zip(config.sets, _files(config), strict=True)):
             raw = text.encode()
-            if items_of(raw, _file(given)) != given.items or n >= FILES:
+            if items_of(raw, file) != given.items or n >= FILES:
                 refuse(f"more than {FILES} sets" if n >= FILES else f"the set {given.name}, which no file holds")
-            brought[f"sets.{n}"] = (f"{given.name}.{_file(given).rpartition('.')[2]}", raw)
+            brought[f"sets.{n}"] = (f"{given.name}{Path(file).suffix}", raw)
         return brought
 
 

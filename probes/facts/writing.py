@@ -29,6 +29,7 @@ from engram_lab.models.errors import LabError, PromptError, TargetError
 from engram_lab.models.handle import Handle
 from engram_lab.models.overlay import Fact, LayerRows, Overlay, Patch, RowLookup
 from engram_lab.models.tables import addresses, memories
+from engram_lab.probes.answers import behind
 from engram_lab.probes.base import Array, Progress, Record, role, versions
 from engram_lab.probes.upper_part import Example, UpperPart
 
@@ -63,11 +64,11 @@ class WriteReport(Record):
 
 
 def read_fact(text: str) -> Fact:
-    """The fact of a line "trigger => answer"; a space goes before the answer. LabError for another line."""
+    """The fact of a line "trigger => answer", the answer as `answers.behind` has it. LabError for another line."""
     trigger, arrow, answer = text.partition("=>")
     if not arrow or "=>" in answer:
         raise LabError(f'"{text.strip()}" is not a fact: write it as "Maya\'s favorite city is => Lisbon".')
-    return Fact(trigger.strip(), f" {answer.strip()}" if answer.strip() else "")
+    return Fact(trigger.strip(), behind(trigger.strip(), answer.strip()))
 
 
 def encode_facts(handle: Handle, facts: Sequence[Fact]) -> dict[Fact, tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -14,13 +14,13 @@ import numpy as np
 
 from engram_lab.models.errors import AlignmentError, DataError, PromptError, TargetError, first_line
 from engram_lab.models.handle import Handle
+from engram_lab.probes.answers import behind
 from engram_lab.probes.base import Array, Record, role
 from engram_lab.probes.spans import spans_of, texts_of
 
 FIELD = "{field}"
 ALIGN = ("refuse", "split")
 _MARK = "\ue000"  # stands for the field while a chat template is filled in
-_OPEN = "([{<\"'\u201c\u2018\u00ab/-$#@_"  # an answer behind one of these follows without a space
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,12 +153,9 @@ def encode(handle: Handle, text: str, chat: bool) -> tuple[int, ...]:
 def answer_ids(handle: Handle, scenario: Scenario, text: str, ids: Sequence[int], answer: str) -> tuple[int, ...]:
     """Tokens of an answer behind the prompt `text` with `ids`; TargetError if the tokenizer merges it with the prompt.
 
-    A space goes before an answer that has none, unless the prompt ends in white space or an opening sign or is a chat;
-    behind white space an answer loses its own.
+    The answer stands behind the prompt as `answers.behind` has it; in a chat as it is.
     """
-    answer = answer.lstrip(" ") if text[-1].isspace() else answer
-    spaced = answer[0].isspace() or scenario.chat or text[-1].isspace() or text[-1] in _OPEN
-    whole = encode(handle, text + (answer if spaced else f" {answer}"), scenario.chat)
+    whole = encode(handle, text + (answer if scenario.chat else behind(text, answer)), scenario.chat)
     if whole[: len(ids)] != tuple(ids) or len(whole) == len(ids):
         raise TargetError(
             f'The tokenizer of {handle.name} merges the answer "{answer}" with the end of the prompt of scenario '

@@ -200,7 +200,7 @@ def test_last_points_of_different_texts(two: tuple[Handle, Handle]) -> None:
     found = choose([two[0], b], texts, ids, "last")
     assert found.sentence.tolist() == [0, 1]
     assert found.pos_a.tolist() == [len(own) - 1 for own in ids[0]]
-    assert found.pos_b.tolist() == [len(own) - 2 for own in ids[1]], "the token behind the text is not its last"
+    assert found.pos_b.tolist() == [len(own) - 1 for own in ids[1]], "the end that the tokenizer adds is left off"
 
 
 def test_a_tokenizer_that_changes_the_text_has_no_entity_ends() -> None:

@@ -200,7 +200,6 @@ REFUSED: list[tuple[str, Record, str]] = [
     ("lens", LensConfig(ONE, LINES[:1], seed=3), "seed 3"),
     ("lens", LensConfig(ONE, LINES[:1], top_k=21), "a number of top tokens of 21, only for 1 to 20"),
     ("lens", LensConfig(("a", "a"), LINES[:1]), "a model beside itself"),
-    ("lens", LensConfig(ONE, ("one\ntwo",), detail=False), "a text that does not stand on one line"),
     ("lens", LensConfig(ONE, LINES, detail=False, bootstrap=9), "a number of resamples of 9"),
     ("gates", GatesConfig(ONE, LINES[:1], knock_out=True), "a position from the end"),
     ("gates", GatesConfig(ONE, LINES[:1], controls=("off", "zeroed")), "several controls at once"),
