@@ -198,7 +198,8 @@ class Handle:
             )
         if len(ids) > self.context:
             raise PromptError(
-                f"The prompt is {len(ids)} tokens long; {self.name} takes at most {self.context}: shorten it."
+                f'The prompt "{" ".join(text[:80].split())[:40]}…" is {len(ids)} tokens long; {self.name} takes at '
+                f"most {self.context}: shorten it."
             )
         return ids
 

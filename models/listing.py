@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engram_lab.models.errors import CheckpointError, first_line
+from engram_lab.models.files import load_json
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "models"
 FETCHABLE = ("smollm2-135m",)  # what models.download can bring
@@ -94,7 +95,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: config.json is missing.")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = load_json(file.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{file} is not valid JSON ({first_line(error)}).") from error
     if not isinstance(config, dict):

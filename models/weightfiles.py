@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engram_lab.models.errors import CheckpointError
+from engram_lab.models.files import load_json
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -62,7 +63,7 @@ def read_header(file: Path) -> dict[str, Entry]:
         if size < 8 or length > min(size - 8, 100 << 20):
             raise CheckpointError(f"{file} is not a safetensors file, or cut off in its header: copy it again.")
         try:
-            header = json.loads(stream.read(length))
+            header = load_json(stream.read(length))
             header.pop("__metadata__", None)
             entries = {name: _entry(file, 8 + length, item) for name, item in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

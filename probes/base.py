@@ -50,10 +50,15 @@ def only(handles: Sequence[Handle]) -> Handle:
     return handles[0]
 
 
+MOST_DRAWN = 1_000_000
+
+
 def check_seed(seed: int, number: int, of: str = "bootstrap resamples") -> None:
-    """LabError for a seed below 0 or fewer than one of what is drawn with it."""
+    """LabError for a seed that is not of 63 bits, and for none or more than MOST_DRAWN of what is drawn with it."""
     if seed < 0 or number < 1:
         raise LabError(f"The seed must be 0 or more, and the number of {of} 1 or more.")
+    if seed >= 2**63 or number > MOST_DRAWN:
+        raise LabError(f"The seed must be below 2**63, and the number of {of} at most {MOST_DRAWN:,}.")
 
 
 # What a field of a result stands for, by which two runs are compared (lab.sessions.compare):

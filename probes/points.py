@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from engram_lab.models.errors import AlignmentError, DataError, LabError
+from engram_lab.models.files import load_json
 from engram_lab.models.handle import Handle
 from engram_lab.probes.spans import Spans, align, spans_of
 
@@ -115,7 +116,7 @@ def _unnumbered(lines: Sequence[str]) -> list[str]:
 
 def _from_json(line: str, number: int, name: str) -> Sentence:
     try:
-        held = json.loads(line)
+        held = load_json(line)
         text = held["text"] if "text" in held else held["prompt"]
         spans = tuple((int(start), int(end)) for start, end in held.get("entities", ()))
         if not isinstance(text, str) or not text:

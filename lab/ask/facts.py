@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask.texts import file_of, held_out, lines_of
+from engram_lab.models.files import load_json
 
 if TYPE_CHECKING:
     from engram_lab.probes.facts.sets import StatedFact, Writing
@@ -21,6 +22,7 @@ PERSONA = Path(__file__).resolve().parents[2] / "assets" / "facts" / "persona.js
 USER = "maya"  # whose facts those are
 FILE = "facts.jsonl"  # where an exported command reads facts that do not ship
 N_TEXTS = 40  # unrelated texts by default
+SETTINGS = {"steps": int, "rate": float, "pull": float}  # of a writing, kept in its overlay where not as by default
 _TEXTS = ("id", "trigger", "answer")
 _KEYS = (*_TEXTS, "paraphrases", "neighbours", "composition")
 
@@ -39,6 +41,8 @@ def read(raw: bytes, name: str) -> tuple[StatedFact, ...]:
     from engram_lab.models.errors import DataError
 
     kind, found = Path(name).suffix.lower(), {}
+    if kind == ".json":
+        raise DataError(f"{name} is one JSON text: save it as .jsonl, a fact on each line, or as .csv.")
     if kind in (".jsonl", ".csv"):
         rows = _json_rows(raw, name) if kind == ".jsonl" else _csv_rows(raw, name)
         facts = [_fact(row, f"fact {n} of {name}") for n, row in enumerate(rows, 1)]
@@ -58,7 +62,7 @@ def _json_rows(raw: bytes, name: str) -> Iterable[Mapping[str, Any]]:
 
     for n, line in enumerate(lines_of(raw, name), 1):
         try:
-            stored = json.loads(line)
+            stored = load_json(line)
         except ValueError:
             stored = None
         if not isinstance(stored, dict):
@@ -208,7 +212,8 @@ def of_overlay(args: argparse.Namespace) -> tuple[tuple[StatedFact, ...], argpar
         raise LabError(f"{args.overlay} has rows of {len(overlay.layers)} layers, which one writing cannot make again.")
     (layer,) = overlay.layers
     facts = tuple(StatedFact(own.trigger, own.answer) for own in overlay.facts)
-    given = vars(args) | {"user": overlay.user, "method": overlay.method, "layer": layer}
+    kept = {name: kind(overlay.versions[name]) for name, kind in SETTINGS.items() if name in overlay.versions}
+    given = vars(args) | {"user": overlay.user, "method": overlay.method, "layer": layer} | kept
     return facts, argparse.Namespace(**given)
 
 

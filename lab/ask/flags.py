@@ -13,8 +13,26 @@ class BadUsageError(Exception):
     """Options that argparse refuses."""
 
 
+class Once(argparse.Action):
+    """An option that is not said twice: the first would be lost without a word."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """Take the value; an error for a second one."""
+        if getattr(args, f"_{self.dest}_given", False):
+            parser.error(f"{option} is given twice, and takes one value")
+        setattr(args, f"_{self.dest}_given", True)
+        setattr(args, self.dest, values)
+
+
 class StrictParser(argparse.ArgumentParser):
-    """argparse, whose errors are one sentence."""
+    """argparse, whose errors are one sentence, and whose options of one value are not said twice."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for name in (None, "store"):
+            self.register("action", name, Once)
 
     def error(self, message: str) -> NoReturn:
         raise BadUsageError(f"{message[:1].upper()}{message[1:]}; see {self.prog} --help.")

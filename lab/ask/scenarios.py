@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask.texts import lines_of
+from engram_lab.models.files import load_json
 
 if TYPE_CHECKING:
     from engram_lab.probes.kv.scenario import Scenario
@@ -46,7 +47,7 @@ def read(raw: bytes, name: str) -> tuple[Scenario, ...]:
     found: dict[str, Scenario] = {}
     for n, line in enumerate(lines_of(raw, name), 1):
         try:
-            stored: dict[str, Any] = json.loads(line)
+            stored: dict[str, Any] = load_json(line)
         except ValueError:
             stored = {}
         if not isinstance(stored, dict) or any(not isinstance(stored.get(key), str) for key in _NEEDED):

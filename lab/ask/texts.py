@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engram_lab.models.files import load_json
+
 if TYPE_CHECKING:
     from engram_lab.probes.sensitivity import Item, TextSet
 
@@ -62,7 +64,7 @@ def texts_of(raw: bytes, name: str) -> tuple[str, ...]:
     prompts = []
     for n, line in enumerate(lines, 1):
         try:
-            prompts.append(json.loads(line)["prompt"])
+            prompts.append(load_json(line)["prompt"])
         except (ValueError, TypeError, KeyError, RecursionError):
             raise DataError(f'{name} has no JSON object with a "prompt" as its text {n}.') from None
         if not isinstance(prompts[-1], str):
@@ -94,7 +96,7 @@ def items_of(raw: bytes, name: str) -> tuple[Item, ...]:
     items = []
     for n, line in enumerate(lines, 1):
         try:
-            stored = json.loads(line)
+            stored = load_json(line)
             parts, space = [stored.get("context", ""), stored["prompt"], stored["answer"]], stored.get("space", True)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             parts, space = [None], True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ COMMANDS = {  # name -> its line of --help
     "gpu-check": "compare every probe on the GPU with the CPU",
 }
 # What a disk or a pipe does, whose errors name no file.
-_OUTSIDE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EMFILE, errno.ENFILE}
+_OUTSIDE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EMFILE, errno.ENFILE, errno.EBADF}
 
 
 def build_parser() -> Parser:
@@ -63,10 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Threads that wait for each other must not spin for long: beside another busy process the lens took ten times as
     # long, as each waited at its barriers for one that had no processor.
     os.environ.setdefault("GOMP_SPINCOUNT", "100")
+    for stream in (sys.stdout, sys.stderr):  # a terminal or a pipe of another encoding shows what it can
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         with ends_on_sigterm():
             args = build_parser().parse_args(argv)
             code: int = args.call(args)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # a pipe that is gone, or a disk that is full, is met here
             return code
     except (BadUsageError, LabError) as error:
         sentence = str(error)
@@ -77,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None and error.errno not in _OUTSIDE:
             raise  # a fault of ours
+        if error.errno == errno.EPIPE:  # whoever read has gone: nothing more goes there, at the end neither
+            sys.stdout = None
         name = f" {error.filename}" if error.filename else ""
         sentence = f"Could not read or write{name}: {error.strerror or error}."
     print(sentence, file=sys.stderr)

@@ -258,7 +258,7 @@ def _size(path: Path) -> str:
 
 def _harmless(text: str) -> str:
     """Text without what a terminal would obey; a session may come from somebody else."""
-    return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) != "Cc")
+    return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf"))
 
 
 def _moment(when: datetime) -> str:

@@ -16,6 +16,7 @@ _SEEN = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 _MEANT = {shown: char for char, shown in _SEEN.items()}
 # Characters that a label uses for something else are themselves written as ⟨U+..⟩.
 _RESERVED = {*_MEANT, "⟨", "⟩", "◌"}
+_BLANK = "\ufffd\u115f\u1160\u3164\uffa0\u2800\u034f\u17b4\u17b5"  # fillers of Hangul, the empty braille cell, joiners
 _PART = re.compile(r"⟨U\+(?P<point>[0-9A-F]+)⟩|⟨(?P<bytes>[0-9A-F]{2}(?: [0-9A-F]{2})*)⟩|◌?(?P<char>.)", re.S)
 
 
@@ -49,7 +50,8 @@ def _visible(char: str, first: bool) -> str:
     if char in _SEEN:
         return _SEEN[char]
     kind = unicodedata.category(char)
-    if kind[0] in "CZ" or char in _RESERVED or char == "\ufffd":  # controls, formats, other spaces, unassigned
+    # Controls, formats, other spaces, unassigned; and letters that are drawn as nothing.
+    if kind[0] in "CZ" or char in _RESERVED or char in _BLANK:
         return f"⟨U+{ord(char):04X}⟩"
     # A lone combining mark would sit on the character before it, which belongs to another token.
     return f"◌{char}" if first and kind[0] == "M" else char

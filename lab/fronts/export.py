@@ -6,7 +6,8 @@ import csv
 import dataclasses
 import io
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from engram_lab.lab.fronts import front
 from engram_lab.models.errors import LabError
@@ -21,8 +22,11 @@ LONG = 2000  # characters
 
 
 def csv_text(report: Report) -> str:
-    """The rows of a report as CSV with a header."""
-    rows = front(report.probe).rows(report)
+    """The rows of a report as CSV with a header.
+
+    A text that a spreadsheet would take for a formula has a ' before it.
+    """
+    rows = map(_inert, front(report.probe).rows(report))
     first = next(rows)
     out = io.StringIO()
     writer = csv.DictWriter(out, list(first), lineterminator="\n")
@@ -30,6 +34,11 @@ def csv_text(report: Report) -> str:
     writer.writerow(first)
     writer.writerows(rows)
     return out.getvalue()
+
+
+def _inert(row: Mapping[str, Any]) -> dict[str, Any]:
+    formula = ("=", "+", "-", "@", "\t", "\r")
+    return {key: f"'{v}" if isinstance(v, str) and v.startswith(formula) else v for key, v in row.items()}
 
 
 def no_png() -> str | None:

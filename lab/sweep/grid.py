@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,6 +96,11 @@ class _Loader(yaml.SafeLoader):
     """yaml.safe_load, that refuses a key given twice: the first would be lost without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    None, None, "merge keys (<<) are not read: write the options out", key.start_mark
+                )
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for n, key in enumerate(keys):
             if key in keys[:n]:
@@ -103,10 +109,23 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _plain_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """A whole number in digits; in YAML 1.1 010 is eight and 1:30 is ninety, which nobody means."""
+    if not re.fullmatch(r"[-+]?(0|[1-9][0-9_]*)", node.value):
+        raise yaml.constructor.ConstructorError(
+            None, None, f'{node.value} is read as another number: write plain digits, or "{node.value}" for a text',
+            node.start_mark,
+        )  # fmt: skip
+    return int(node.value.replace("_", ""))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _plain_int)
+
+
 def _yaml(path: Path) -> dict[str, Any]:
     try:
         stored = yaml.load(path.read_bytes(), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" in line {mark.line + 1}"
         raise _error(path, f"is no YAML{where} ({getattr(error, 'problem', None) or error})") from error
@@ -127,6 +146,8 @@ def _options(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
         if short in stored:
             if not isinstance(stored[short], list):
                 raise _error(path, f"has {short} that are no list; the option of one value goes into options")
+            if not stored[short]:
+                raise _error(path, f"has the empty list {short}, which leaves nothing to run")
             if name in (given or {}):
                 raise _error(path, f"has both {short} and the option {name}: keep one of them")
             found[name] = stored[short]
@@ -158,7 +179,7 @@ def _cells(path: Path, probe: str, options: Mapping[str, Any], axes: tuple[str, 
         values = {**options, **dict(zip(axes, chosen, strict=True))}
         try:
             yield _cell(parser, known, probe, values, path.parent.resolve())
-        except (_BadCellError, OSError) as error:
+        except (_BadCellError, OSError, ValueError) as error:
             raise _error(
                 path, f"has a bad cell {n} of {n_cells}{_described(axes, values)}: {_reason(error)}"
             ) from error
@@ -240,7 +261,13 @@ def _described(axes: tuple[str, ...], values: Mapping[str, Any]) -> str:
 
 def shown(value: Any, most: int = 40) -> str:
     """A value as one short line."""
-    text = "-" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = (
+        "-"
+        if value is None
+        else value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False, default=str)
+    )
     text = " ".join(text.split()) or '""'
     return text if len(text) <= most else f"{text[: most // 3]}…{text[most // 3 + 1 - most :]}"
 

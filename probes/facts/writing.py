@@ -63,6 +63,17 @@ class WriteReport(Record):
     aliases: tuple[tuple[int, ...], ...]
 
 
+STEPS, RATE, PULL = 15, 0.5, 0.01  # of the optimised method by default
+
+
+def _settings(method: str, steps: int, rate: float, pull: float) -> dict[str, str]:
+    """What of a writing is not as by default, kept with the rows so that they can be made and measured again."""
+    if method != "optimised":
+        return {}
+    given, usual = {"steps": steps, "rate": rate, "pull": pull}, {"steps": STEPS, "rate": RATE, "pull": PULL}
+    return {name: repr(value) for name, value in given.items() if value != usual[name]}
+
+
 def read_fact(text: str) -> Fact:
     """The fact of a line "trigger => answer", the answer as `answers.behind` has it. LabError for another line."""
     trigger, arrow, answer = text.partition("=>")
@@ -202,9 +213,9 @@ def write_facts(
     user: str = "user",
     layer: int | None = None,
     method: Method = "optimised",
-    steps: int = 15,
-    rate: float = 0.5,
-    pull: float = 0.01,
+    steps: int = STEPS,
+    rate: float = RATE,
+    pull: float = PULL,
     progress: Progress | None = None,
 ) -> tuple[Overlay, WriteReport]:
     """The facts of one user, written together at one memory layer (the deepest if not given).
@@ -249,7 +260,9 @@ def write_facts(
     owners = torch.stack([plan.fact_of.repeat_interleave(plan.index.shape[1]), plan.index.flatten()], dim=1)
     owners = owners.unique(dim=0)
     held = LayerRows(plan.rows, final.float().cpu(), owners.int())
-    overlay = Overlay(user, handle.fingerprint, tuple(coded), {layer: held}, method, versions())
+    overlay = Overlay(
+        user, handle.fingerprint, tuple(coded), {layer: held}, method, versions() | _settings(method, steps, rate, pull)
+    )
     report(1.0, told)
     return overlay, WriteReport(
         layer=layer,
