@@ -133,49 +133,13 @@ COMMANDS = (
     ["facts", "write"], ["facts", "list"], ["session", "show"], ["session", "import"], ["sweep"], ["models"],
     ["rows", "count"], ["lens", "fit"], ["train"], ["ship"], ["graft"], ["card"], ["bench"], ["replay"], ["nonsense"],
 )  # fmt: skip
-OPTIONS = [
-    "--model",
-    "--against",
-    "--prompt",
-    "--prompts",
-    "--seed",
-    "--bootstrap",
-    "--layer",
-    "--layers",
-    "--position",
-    "--set",
-    "--entities",
-    "--scenarios",
-    "--template",
-    "--control",
-    "--fact",
-    "--facts",
-    "--overlay",
-    "--text",
-    "--texts",
-    "--out",
-    "--json",
-    "--csv",
-    "--store",
-    "--device",
-    "--dtype",
-    "--steps",
-    "--rate",
-    "--user",
-    "--n-texts",
-    "--target",
-    "--chain",
-    "--answers",
-    "--points",
-    "--max-sentences",
-    "--threads",
-    "--tokens",
-    "--top-k",
-    "--part",
-    "--align",
-    "--size",
-    "--x",
-]
+OPTIONS = (
+    "--model", "--against", "--prompt", "--prompts", "--seed", "--bootstrap", "--layer", "--layers", "--position", "
+    --set", "--entities", "--scenarios", "--template", "--control", "--fact", "--facts", "--overlay", "--text", "--
+    texts", "--out", "--json", "--csv", "--store", "--device", "--dtype", "--steps", "--rate", "--user", "--
+    n-texts", "--target", "--chain", "--answers", "--points", "--max-sentences", "--threads", "--tokens", "--top-k",
+    "--part", "--align", "--size", "--x",
+)  # fmt: skip
 ODD = (
     "", " ", "-1", "0", "1e999", "nan", "inf", str(2**70), "1.5", "x" * 5000, "\0", "a\nb", "\u202e", "=", "a=b=c", "@",
     "~", "/dev/null", "/nowhere/x", ".", "odd.jsonl", "odd.yaml", "odd.txt", "odd.zip", "odd.safetensors", "dense-mini",
@@ -183,8 +147,8 @@ ODD = (
 )  # fmt: skip
 CONTENTS = (
     b"", b"\0", b"\xff\xfe", b"{", b"[]", b"null", b'{"prompt": 1}', b"[" * 9000, b"a => b => c", b"x: [",
-    b"PK\x03\x04", b'{"text": "x", "entities": [[0, 1e999]]}', b'{"trigger": "\\ud800", "answer": "x"}', b"1\n2\n3", b"\x1f\x8b\x08",
-    b"GGUF",
+    b"PK\x03\x04", b'{"text": "x", "entities": [[0, 1e999]]}', b'{"trigger": "\\ud800", "answer": "x"}', b"1\n2\n3",
+    b"\x1f\x8b\x08", b"GGUF",
 )  # fmt: skip
 
 
