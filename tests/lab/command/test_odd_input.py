@@ -134,11 +134,11 @@ COMMANDS = (
     ["rows", "count"], ["lens", "fit"], ["train"], ["ship"], ["graft"], ["card"], ["bench"], ["replay"], ["nonsense"],
 )  # fmt: skip
 OPTIONS = (
-    "--model", "--against", "--prompt", "--prompts", "--seed", "--bootstrap", "--layer", "--layers", "--position", "
-    --set", "--entities", "--scenarios", "--template", "--control", "--fact", "--facts", "--overlay", "--text", "--
-    texts", "--out", "--json", "--csv", "--store", "--device", "--dtype", "--steps", "--rate", "--user", "--
-    n-texts", "--target", "--chain", "--answers", "--points", "--max-sentences", "--threads", "--tokens", "--top-k",
-    "--part", "--align", "--size", "--x",
+    "--model", "--against", "--prompt", "--prompts", "--seed", "--bootstrap", "--layer", "--layers", "--position",
+    "--set", "--entities", "--scenarios", "--template", "--control", "--fact", "--facts", "--overlay", "--text",
+    "--texts", "--out", "--json", "--csv", "--store", "--device", "--dtype", "--steps", "--rate", "--user",
+    "--n-texts", "--target", "--chain", "--answers", "--points", "--max-sentences", "--threads", "--tokens",
+    "--top-k", "--part", "--align", "--size", "--x",
 )  # fmt: skip
 ODD = (
     "", " ", "-1", "0", "1e999", "nan", "inf", str(2**70), "1.5", "x" * 5000, "\0", "a\nb", "\u202e", "=", "a=b=c", "@",
