@@ -174,6 +174,7 @@ def test_streamlit_is_in_the_pages_and_the_app_alone() -> None:
     assert sorted(KNOWN_STREAMLIT - elsewhere) == [], "no longer: take it off the list"
 
 
+@pytest.mark.slow
 def test_models_and_probes_import_without_the_front_end() -> None:
     """On a machine that has torch, transformers and nnsight only, as the GPU check's is."""
     modules = [

@@ -279,6 +279,7 @@ def test_close_frees_the_weights_and_refuses_further_use(tokenizer: PreTrainedTo
     handle.close()
 
 
+@pytest.mark.slow
 def test_opening_and_closing_does_not_grow(checkpoint: Path, one_thread: None) -> None:
     def cycle() -> None:
         handle = open_model(str(checkpoint))

@@ -144,6 +144,7 @@ def test_the_cache_folder_is_where_the_platform_keeps_such(
     assert listing.cache_folder() == Path(wanted).expanduser()
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(loading, "HUB_TIMEOUT", 0.5)

@@ -314,7 +314,15 @@ def tried(at: AppTest, key: str, page: str = "") -> None:
         ran(at, False)
 
 
-@pytest.mark.parametrize("name", LINKS)
+SLOW = (
+    "facts, write and check",
+    "facts, alternatives",
+    "facts, density",
+    "sessions",
+)  # which write facts, or keep runs, at every change
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LINKS])
 def test_every_widget_changes_something(name: str) -> None:
     page, query = LINKS[name]
     at = ran(page_of(page, **query, **({"session": kept()} if page == "sessions" else {})))

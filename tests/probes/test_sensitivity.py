@@ -111,6 +111,7 @@ def test_it_can_be_cancelled(pair: list[Handle], report: Report) -> None:
     assert run(pair, report.config) == report
 
 
+@pytest.mark.slow
 def test_the_shipped_memory_holds_facts_and_not_what_is_read() -> None:
     """Measured: +1.6 nats on a fact's token with the memory off, 0.0 on an answer that stands in the text."""
     from engram_lab.lab.ask.texts import shipped_sets

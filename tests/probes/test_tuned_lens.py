@@ -179,6 +179,7 @@ class Images(Fit):
         return torch.stack([*images, states[-1]]), logits
 
 
+@pytest.mark.slow
 def test_affine_images_of_the_last_layer_are_recovered(text: FitText) -> None:
     """The logit lens is far off on such a model; the translator in closed form is the inverse map less the identity."""
     handle = Handle(tiny.make("llama"), tiny.byte_level(), "dense")

@@ -201,6 +201,7 @@ def test_names_that_are_not_its_own_are_refused(exposed: App) -> None:
         assert httpx.get(url, headers={"Origin": "http://evil.example"}).status_code == 403
 
 
+@pytest.mark.slow
 def test_uploads_are_limited(exposed: App) -> None:
     with exposed.stream() as stream, exposed.client() as client:
         path = f"/_stcore/upload_file/{session_of(stream)}/file"

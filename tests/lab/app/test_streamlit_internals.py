@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from streamlit.testing.v1 import AppTest
 
 from engram_lab.lab.app import streamlit_internals
@@ -53,6 +54,7 @@ def in_a_process(program: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_nnsight_leaves_no_save_on_every_object() -> None:
     program = """
 import nnsight

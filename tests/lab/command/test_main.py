@@ -279,6 +279,7 @@ def test_asking_for_help_does_not_wait_for_torch(options: list[str], fronts: lis
     assert words in done.stdout
 
 
+@pytest.mark.slow
 def test_as_a_program(folder: Path, tmp_path: Path) -> None:
     """In a terminal of another encoding, from another folder, with a prompt that is not ASCII."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}

@@ -53,6 +53,7 @@ def test_both_arms_are_trained_and_shipped(text: Path, tmp_path: Path) -> None:
             assert card["parameters"]["active_per_token"] == dense["parameters"]["all"] + projections + 8 * 4
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_that_goes_on(text: Path, tmp_path: Path) -> None:
     command = ["train", "--out", str(tmp_path / "run"), "--text", str(text), "--tokens", "3840", *SMALL]
     log = tmp_path / "run" / "engram" / "log.jsonl"

@@ -86,6 +86,7 @@ def replayed(*runs: NewRun, **options: Any) -> list[Replayed]:
         return [replayer.run(n) for n in replayer.chosen]
 
 
+@pytest.mark.slow
 def test_every_probe_comes_out_the_same_to_the_bit(make: Make) -> None:
     texts = tuple(f"The river runs past the {word}" for word in ("mill", "sea", "old mill", "town and the sea"))
     sets = (TextSet("own", (Item("The river runs"), Item("Paris is the capital of", " France"))),)

@@ -273,7 +273,7 @@ def test_an_interrupt_keeps_what_is_done(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_after_an_interrupt_it_goes_on(how: signal.Signals, shipped: Path, tmp_path: Path, store: str) -> None:
     (tmp_path / "set.txt").write_text("The river runs\npast the old mill\ninto the sea\n" * 12, encoding="utf-8")
     content = lens(shipped, seed=list(range(8)), prompts="set.txt", bootstrap=20_000)  # so that a cell takes a while
