@@ -71,7 +71,8 @@ def run_write(args: argparse.Namespace) -> int:
         print(f"{before:8.4f} -> {after:.4f}  {fact}")
     for group in report.aliases:
         named = " and ".join(str(overlay.facts[n]) for n in group)
-        print(f"{named} address the same rows: one vector for both, so one of them may not be said.", file=sys.stderr)
+        what = "one vector for both, so one" if len(group) == 2 else f"one vector for all {len(group)}, so some"
+        print(f"{named} address the same rows: {what} of them may not be said.", file=sys.stderr)
     return 0
 
 

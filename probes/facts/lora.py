@@ -25,7 +25,11 @@ from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Progress
 
 # What makes queries, keys and values: Llama and its like; GPT-NeoX; GPT-2. The latter two make them in one.
-PROJECTIONS = ({"q_proj", "k_proj", "v_proj"}, {"query_key_value"}, {"c_attn"})
+# What makes queries, keys and values, by family; of one family all of a block's have to be there.
+PROJECTIONS = (
+    {"q_proj", "k_proj", "v_proj"}, {"query_key_value"}, {"c_attn"}, {"Wqkv"}, {"qkv_proj"},
+    {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj"}, {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"},
+)  # fmt: skip
 AT_ONCE = 32  # facts in one forward
 Coded = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # (ids of the trigger, ids of the answer) of each fact
 
@@ -148,9 +152,10 @@ def _adapted(handle: Handle, rank: int, seed: int) -> PreTrainedModel:
 
 def _projections(handle: Handle, model: PreTrainedModel) -> list[str]:
     names = [name for name, _ in model.named_modules() if name.startswith(f"{handle.layout.blocks}.")]
-    for kind in PROJECTIONS:
-        if found := [name for name in names if name.rpartition(".")[2] in kind]:
-            return found
+    there = {name.rpartition(".")[2] for name in names}
+    for kind in sorted(PROJECTIONS, key=len, reverse=True):
+        if kind <= there:
+            return [name for name in names if name.rpartition(".")[2] in kind]
     raise LabError(f"{handle.name} has no projections of queries, keys and values under the names this lab knows.")
 
 

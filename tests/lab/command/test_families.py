@@ -149,3 +149,24 @@ def test_an_end_that_a_tokenizer_adds_is_no_part_of_a_prompt() -> None:
     assert tokenizer("The river")["input_ids"][-1] == 1
     assert handle.encode("The river") == plain.encode("The river")
     assert handle.encode("The river<|eos|>")[-1] == 1, "typed, it stays"
+
+
+@pytest.mark.parametrize(
+    ("name", "projections"),
+    [
+        ("Llama", {"q_proj", "k_proj", "v_proj"}),
+        ("DeepSeek-V2", {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj"}),
+        ("DeepSeek-V3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}),
+        ("Phi 3", {"qkv_proj"}),
+        ("GPT-2", {"c_attn"}),
+        ("MPT", {"Wqkv"}),
+    ],
+)
+def test_lora_sits_on_queries_keys_and_values(name: str, projections: set[str]) -> None:
+    """All of what makes them, in every block: on queries alone it would be a weaker baseline than it is called."""
+    from engram_lab.probes.facts.lora import _projections
+
+    handle = opened(name)
+    found = _projections(handle, handle.model)
+    assert {own.rpartition(".")[2] for own in found} == projections
+    assert len(found) == handle.n_layers * len(projections)
