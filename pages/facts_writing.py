@@ -167,8 +167,8 @@ def the_writing(handle: Handle, user: User) -> Writing:
             "Memory layer", layers, index=len(layers) - 1, key="facts_layer", bind="query-params", width=150,
             help="The block that reads the rows; the deepest one by default.",
         )  # fmt: skip
-        method = asked.choice(METHOD, st.container(width="content"))
-        steps = asked.number(STEPS, st.container(width=130), disabled=method != "optimised")
+        method = asked.choice(METHOD)
+        steps = asked.number(STEPS, width=130, disabled=method != "optimised")
     return Writing(user.name, int(layer), method, steps)
 
 

@@ -24,7 +24,7 @@ def pick_models() -> None:
     """The model and what it is compared with; both are in the URL and the same on all pages."""
     names = runner.model_names()
     default, against = runner.default_pair(names)
-    st.selectbox(
+    model = st.selectbox(
         "Model",
         names,
         index=names.index(default) if default else None,
@@ -34,6 +34,8 @@ def pick_models() -> None:
         key="model",
         bind="query-params",
     )
+    if model == against:  # a link that names the model alone is about it alone
+        against = runner.NOTHING
     st.selectbox(
         "Compared with",
         [runner.NOTHING, *names],

@@ -6,7 +6,6 @@ It knows no command: main.py puts them together, and each command takes from her
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import signal
 import sys
@@ -53,7 +52,7 @@ def write(path: str, text: str) -> None:
     """To a file, or to stdout for "-", in UTF-8 as JSON has to be."""
     if path == "-":
         if sys.stdout is None:  # it was closed before this began
-            raise OSError(errno.EBADF, "stdout is closed")
+            raise DataError("stdout is closed: name a file to write to.")
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")
         sys.stdout.write(text)

@@ -37,7 +37,7 @@ COMMANDS = {  # name -> its line of --help
     "gpu-check": "compare every probe on the GPU with the CPU",
 }
 # What a disk or a pipe does, whose errors name no file.
-_OUTSIDE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EMFILE, errno.ENFILE, errno.EBADF}
+_OUTSIDE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EMFILE, errno.ENFILE}
 
 
 def build_parser() -> Parser:

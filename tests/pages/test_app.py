@@ -290,3 +290,9 @@ def test_results_are_bounded() -> None:
     for n in range(3):
         kept.put(str(n), n)  # type: ignore[arg-type]
     assert [kept.get(str(n)) for n in range(3)] == [None, 1, 2]
+
+
+def test_a_link_that_names_the_model_alone_is_about_it_alone() -> None:
+    at = clean(open_page("kv", model="dense-mini"))
+    assert at.selectbox(key="against").value == runner.NOTHING
+    assert clean(open_page("kv", model="engram-mini")).selectbox(key="against").value == "dense-mini"

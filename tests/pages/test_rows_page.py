@@ -13,7 +13,6 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from engram_lab.lab.app import runner
-from engram_lab.lab.ask import flags as arguments
 from engram_lab.lab.ask import texts
 from engram_lab.lab.draw import labels
 from engram_lab.lab.fronts import export, rows_figures
@@ -128,9 +127,7 @@ def test_the_exported_command_gives_the_same_report(report: Report, tmp_path: Pa
         (tmp_path / name).write_text(text, encoding="utf-8")
     parser = argparse.ArgumentParser()
     front.ASK.add_arguments(parser)
-    flags = shlex.split(
-        " ".join(front.ASK.options(report.config)).replace(arguments.TEXTS_FILE, str(tmp_path / "texts.txt"))
-    )
+    flags = shlex.split(" ".join(front.ASK.options(report.config)).replace("texts.txt", str(tmp_path / "texts.txt")))
     assert front.ASK.config(parser.parse_args(flags)) == report.config
     bare = RowsConfig(("m",), ("a 'quoted' $prompt",), counts="some file")
     assert front.ASK.files(bare) == {}

@@ -39,7 +39,8 @@ def command(*words: Any) -> int:
 
 
 def written(*words: Any) -> int:
-    return command("facts", "write", "--model", "engram-mini", "--steps", 3, *words)
+    steps = () if "--steps" in words else ("--steps", 3)
+    return command("facts", "write", "--model", "engram-mini", *steps, *words)
 
 
 def test_write_list_and_remove(tmp_path: Path, capsys: Capture) -> None:
