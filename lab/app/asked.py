@@ -64,6 +64,10 @@ def several(
     _keep_within(part, offered)
     first = [value for value in (part.default if default is None else default) if value in offered]
     chosen = _in(box).pills(part.label, offered, selection_mode="multi", default=first, **_known(part, layout))
+    return _picked(chosen, offered, as_picked)
+
+
+def _picked(chosen: Sequence[T], offered: Sequence[T], as_picked: bool) -> list[T]:
     return list(chosen) if as_picked else [value for value in offered if value in chosen]
 
 
@@ -78,7 +82,7 @@ def listed(part: Part, offered: Sequence[T], box: Box | None = None, as_picked: 
     """Several of many, in their order or as picked; at first none."""
     _keep_within(part, offered)
     chosen = _in(box).multiselect(part.label, offered, **_known(part, layout))
-    return list(chosen) if as_picked else [value for value in offered if value in chosen]
+    return _picked(chosen, offered, as_picked)
 
 
 def text(part: Part, box: Box | None = None, value: str | None = None, height: int | None = None, **layout: Any) -> str:
