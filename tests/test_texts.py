@@ -184,3 +184,10 @@ def test_addresses_are_shared_only_where_meant(facts: list[dict[str, Any]], mini
 def test_answers_are_mostly_one_token(facts: list[dict[str, Any]], mini: Tokenizer) -> None:
     lengths = [len(mini.encode(f["answer"], add_special_tokens=False).ids) for f in facts]
     assert lengths.count(1) == 44 and max(lengths) <= 3
+
+
+def test_the_mark_that_windows_puts_first_is_no_text() -> None:
+    from engram_lab.lab.ask.texts import lines_of, texts_of
+
+    for read in (lines_of, texts_of):
+        assert read("\ufeffThe river\nParis\n".encode(), "a.txt") == ("The river", "Paris")

@@ -232,3 +232,9 @@ def test_gate_ceilings() -> None:
         assert gate_ceiling(int(d_model), "v41") == pytest.approx(bounds["demo_max"], rel=1e-12)
         assert 1 - gate_ceiling(int(d_model), "demo") == pytest.approx(bounds["demo_min"], rel=1e-9)
         assert gate_ceiling(int(d_model), "paper") == pytest.approx(bounds["paper_max"], rel=1e-12)
+
+
+def test_a_size_that_is_a_prime_is_the_first_heads_own() -> None:
+    """The search takes the smallest primes that are not below the size (the paper's reference code)."""
+    (layer,) = table_primes([0], 2, 3, rows_per_order(101, 2))
+    assert layer == [[101, 103, 107]]

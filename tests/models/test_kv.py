@@ -364,3 +364,19 @@ def test_edits_that_do_not_fit_are_refused(call: Any, words: str) -> None:
 def test_ids_that_cannot_run_are_refused(ids: list[int], start: int | None, words: str) -> None:
     with pytest.raises(PromptError, match=words):
         prefill(opened("llama"), ids, start=start)
+
+
+def test_a_batch_ends_once_each_row_has_ended_at_some_time() -> None:
+    """Row by row, of the tokens that a run without an end writes: the last of the first ends is where it stops."""
+    handle = Handle(tiny.make("llama", seed=5), tiny.byte_level(), "ends")
+    kv = prefill(handle, [[3, 4, 5], [9, 8, 7]]).kv
+    free, _ = generate(handle, kv, [[11], [12]], 12)
+    pairs = [(a, b) for a in range(6) for b in range(a + 1, 8)]
+    for a, b in pairs:
+        stop = {int(free[0, a]), int(free[1, b])}
+        first = [next(n for n, token in enumerate(row.tolist()) if token in stop) for row in free]
+        if first[0] != first[1] and not any({int(x), int(y)} <= stop for x, y in free[:, : max(first) + 3].T.tolist()):
+            written, _ = generate(handle, kv, [[11], [12]], 12, stop=stop)
+            assert written.shape[1] == max(first) + 1
+            return
+    pytest.skip("no two ends apart in what this model writes")

@@ -203,3 +203,12 @@ def test_what_cannot_be_asked(handle: Handle) -> None:
         read_memory(dense, tokens(1, 4))
     with pytest.raises(LabError, match=r"no memory at layer 1: its memory layers are 0, 2\."):
         edited_logits(handle, tokens(1, 4), Edit("off", layers=(1,)), 3)
+
+
+def test_the_shuffle_of_a_layer_is_its_own() -> None:
+    """One permutation for all layers would leave rows that two layers share in the same company."""
+    memory = memories(Handle(tiny.engram(tiny.byte_level()), tiny.byte_level(), "m"))[0]
+    drawn = [edited_rows(memory, Edit("shuffled", seed=3), layer) for layer in (1, 2)]
+    again = edited_rows(memory, Edit("shuffled", seed=3), 1)
+    assert drawn[0] is not None and drawn[1] is not None and again is not None
+    assert not torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], again)

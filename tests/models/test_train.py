@@ -173,3 +173,9 @@ def test_bad_requests_are_one_sentence(data: Path, whole: Path, tmp_path: Path) 
         Trainer(TrainConfig(**{**CONFIG, "muon_lr": 0.5}), data, whole).resume()
     with pytest.raises(DataError, match="held-out tokens"):
         Trainer(TrainConfig(**{**CONFIG, "context": 6400, "batch_tokens": 6400, "tokens": 6400}), data, tmp_path)
+
+
+def test_the_warm_up_is_linear_from_the_first_step() -> None:
+    config = TrainConfig(tokens=6144 * 200, warmup_steps=40)
+    assert [config.rate_at(n) for n in (0, 9, 39)] == pytest.approx([1 / 40, 10 / 40, 1.0])
+    assert config.rate_at(199) == pytest.approx(1 / 160) and config.rate_at(40) == pytest.approx(1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import streamlit as st
@@ -12,6 +13,8 @@ from engram_lab.lab.app import runner, settings
 from engram_lab.lab.app.settings import Settings
 from engram_lab.models import listing
 from engram_lab.models.errors import LabError
+from engram_lab.models.handle import Handle
+from engram_lab.probes.lens import LensConfig
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +55,16 @@ def test_results_know_how_long_they_took() -> None:
         kept.put(str(n), report, n + 0.5)  # type: ignore[arg-type]
     assert [kept.seconds(report) for report in reports] == [None, 1.5, 2.5]  # type: ignore[arg-type]
     assert kept.get("2") is reports[2]
+
+
+def test_a_result_is_kept_for_one_number_format_and_device(pair: list[Handle]) -> None:
+    """The same weights in bfloat16 give other numbers."""
+    config = LensConfig((pair[0].name,), ("The river",))
+    keys = {runner.request_key("lens", config, [pair[0]])}
+    for name, value in (("dtype", "torch.bfloat16"), ("device", "cuda:0"), ("fingerprint", "other")):
+        other = SimpleNamespace(
+            fingerprint=pair[0].fingerprint, dtype=pair[0].dtype, device=pair[0].device, name=pair[0].name
+        )
+        setattr(other, name, value)
+        keys.add(runner.request_key("lens", config, [other]))
+    assert len(keys) == 4

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -25,6 +27,7 @@ from engram_lab.lab.sessions import (
     open_store,
     run_request,
 )
+from engram_lab.lab.sessions.blobs import Blobs
 from engram_lab.probes.base import Report
 from tests.lab.sessions import made_probe
 
@@ -319,3 +322,24 @@ def test_versions_come_back_in_their_order(store: Store) -> None:
     report = dataclasses.replace(report, protocol=dataclasses.replace(report.protocol, versions=versions))
     run = store.save(report, "a")
     assert json.dumps(run.versions) == json.dumps(versions)
+
+
+def test_the_bytes_of_a_blob_are_on_the_disk_before_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could leave a file of the right name that is empty."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(fd: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
+        fsync(fd)
+
+    def renamed(*paths: Any, **options: Any) -> None:
+        done.append("rename")
+        replace(*paths, **options)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    Blobs(tmp_path / "blobs").put(b"some bytes")
+    assert done[: done.index("rename") + 1][-2:] == ["file", "rename"]

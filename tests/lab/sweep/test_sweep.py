@@ -364,3 +364,11 @@ def test_columns_that_some_cells_lack_are_empty_there(shipped: Path, tmp_path: P
     table = pd.read_parquet(tmp_path / "t.parquet")
     assert table.columns[0] == "against" and table["against"].isna().sum() * 2 == table["against"].notna().sum()
     assert set(table[table["against"].notna()]["model"]) == set(both)
+
+
+def test_what_a_gpu_computed_is_not_taken_for_the_cpus() -> None:
+    from engram_lab.lab.sweep.run import _devices
+    from engram_lab.probes.base import ModelProtocol
+
+    protocols = [ModelProtocol("m", "f", device, "float32", 3) for device in ("cpu", "cuda:1")]
+    assert _devices(protocols) == ["cpu", "cuda"] and _devices(protocols[:1]) != _devices(protocols[1:])
