@@ -187,9 +187,10 @@ class Handle:
         except UnicodeEncodeError as error:
             raise PromptError(f"The prompt is not valid text at character {error.start}: give it as UTF-8.") from error
         ids = tuple(self.tokenizer(text, truncation=False, verbose=False)["input_ids"])
-        if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id and not text.encode().endswith(self.pieces(ids)[-1]):
-            ids = ids[:-1]
-        if not ids or not self._bare(text):
+        bare = self._bare(text)
+        added = _ending(ids, self.tokenizer.eos_token_id) - _ending(bare, self.tokenizer.eos_token_id)
+        ids = ids[: len(ids) - max(0, added)]
+        if not ids or not bare:
             raise PromptError(f"The tokenizer of {self.name} makes no token of this prompt: type some text.")
         if max(ids) >= self.vocab_size:
             raise PromptError(
@@ -284,7 +285,7 @@ class Handle:
             with self.running():
                 got = self.residuals(ids)
                 if got.states.dim() != 4:
-                    raise _StreamsError(got.states.shape[3])
+                    raise _StreamsError(got.states[0].numel() // (length * self.d_model))
                 lens = self.unembed(got.states[-1])
         except NotFiniteError:
             raise
@@ -330,6 +331,11 @@ def open_model(
     path = loading.resolve(name, trust_remote_code)
     loaded = loading.load(path, chosen, dtype, trust_remote_code)
     return Handle(loaded.model, loaded.tokenizer, name.strip(), loaded.fingerprint)
+
+
+def _ending(ids: Sequence[int], token_id: int | None) -> int:
+    """How many ids in a row at the end are `token_id`."""
+    return next((n for n, own in enumerate(reversed(ids)) if own != token_id), len(ids))
 
 
 def single_token(handle: Handle, text: str) -> int:

@@ -47,7 +47,8 @@ def find_layout(model: PreTrainedModel) -> Layout:
     """The layout of `model`, by its structure and not by names; CheckpointError says which part is missing.
 
     The blocks are the list of as many modules as the configuration has layers that lies nearest to the embedding, the
-    final norm the last norm beside them, the head what the model itself names as its output embedding.
+    final norm the last norm of the residual's width beside them, the head what the model itself names as its output
+    embedding.
     """
     config = model.config.get_text_config()
     kind = type(model).__name__
@@ -61,7 +62,14 @@ def find_layout(model: PreTrainedModel) -> Layout:
     blocks = max(stacks, key=lambda name: (_shared(name, embedding or ""), -name.count(".")), default=None)
     parent = (blocks or "").rpartition(".")[0]
     beside = model.get_submodule(parent).named_children() if blocks else ()
-    norms = [name for name, module in beside if "norm" in type(module).__name__.lower()]
+    width = getattr(model.get_input_embeddings(), "weight", torch.empty(0)).shape[-1:]
+    norms = [
+        name
+        for name, module in beside
+        if "norm" in type(module).__name__.lower()
+        # Gemma 4 E2B has one behind it, for its inputs per layer; OLMo's norms have no weight.
+        and (not isinstance(weight := getattr(module, "weight", None), Tensor) or weight.shape == width)
+    ]
     parts = {
         "embedding": embedding,
         f"list of {n_layers} decoder blocks": blocks,

@@ -4,8 +4,8 @@ Axes: layer, batch, kv_head, pos, head_dim, pair. A rotary embedding turns pairs
 a frequency (RoPE, arXiv 2104.09864). The angles are read from the model's own rotary module at both positions, so
 that every scaling of the frequencies is right and rounded as in the model; the length of (cos, sin), which is yarn's
 attention factor and in the cached keys already, is divided out. Which entries make a pair, and in which layers, no
-module says: it is found out by running a few tokens at three places, the last of them at the end of the context, and
-seeing which rotation takes the keys of the first to those of the others. What no rotation explains is refused, and so
+module says: it is found out by running a few tokens at several places, up to the end of the context, and seeing
+which rotation takes the keys of the first to those of the others. What no rotation explains is refused, and so
 is a model whose values change with the position: then keys and values are something else (DeepSeek's latent and rotated
 key), or queries are scaled by position (Ministral 3).
 """
@@ -28,6 +28,9 @@ from engram_lab.models.kv_runs import prefill
 
 _TRIED = 4  # tokens run to find out the pairs
 _OFFSET = 7  # how far apart
+# How many positions are tried, and moved between. Angles are float32 in every model: far out they are off by their
+# rounding (position / 2**24), in which attention that is scaled by position could not be told any more.
+_FARTHEST = 1 << 16
 # How a module lists its angles: each pair once; all pairs and then all again; each pair twice in a row.
 _LISTED = ("once", "halves", "twins")
 _PAIRED = ("halves", "twins")  # entries (i, i + width/2), as in Llama, or (2i, 2i + 1), as in GPT-J and Cohere
@@ -61,19 +64,24 @@ def find_rotary(handle: Handle) -> Rotary:
     if handle in _known:
         return _known[handle]
     module = _module(handle)
-    shifts = sorted({min(_OFFSET, handle.context - _TRIED), handle.context - _TRIED})
+    end = min(handle.context, _FARTHEST)
+    shifts = sorted({min(_OFFSET, end - _TRIED), end - _TRIED})
     if shifts[0] < 1:
         raise KVError(f"{handle.name} has only {handle.context} positions, too few to move anything.")
     ids = [n * (handle.vocab_size - 1) // _TRIED for n in range(1, _TRIED + 1)]
     here, *others = (prefill(handle, ids, start=shift).kv for shift in (0, *shifts))
+    # What rounding does so far out: a step or two further on nothing else differs.
+    beside = [prefill(handle, ids, start=max(0, shifts[-1] - step)).kv for step in (1, 2, 3)]
     types = getattr(handle.model.config.get_text_config(), "layer_types", None) or []
     typed = "layer_type" in inspect.signature(module.forward).parameters and types
-    tolerance = 1e-3 if handle.dtype == torch.float32 else 5e-2
+    least = 1e-3 if handle.dtype == torch.float32 else 5e-2
     layers: list[tuple[str | None, str, str] | None] = []
     with handle.running():
         for layer, keys in enumerate(here.keys):
             kind = types[layer] if typed else None
             errors: dict[Any, float] = {}
+            noise = max(_apart(own.values[layer], others[-1].values[layer]) for own in beside)
+            tolerance = max(least, 4 * noise) if shifts[-1] > 1024 else least
             try:
                 for there in others:
                     if _apart(here.values[layer], there.values[layer]) > tolerance:
@@ -121,6 +129,11 @@ def move(handle: Handle, kv: KV, to: int) -> KV:
         raise KVError(
             f"{kv.n_tokens} tokens moved to position {to} would not be inside the {handle.context} positions of "
             f"{handle.name}."
+        )
+    if max(int(kv.positions[-1]), int(kv.positions[-1]) + shift) >= _FARTHEST:
+        raise KVError(
+            f"Keys are moved between the first {_FARTHEST} positions, where it is tried that {handle.name} turns them "
+            "by its rotary embedding alone: use a shorter text."
         )
     rotary = find_rotary(handle)
     positions = kv.positions + shift

@@ -32,7 +32,8 @@ CHEAP = 32
 CHEAP_NARROW = 1 << 21  # divided by d_model squared
 
 
-_checked: weakref.WeakSet[Handle] = weakref.WeakSet()  # whose blocks can be run again
+# From which layers up the blocks of a model can be run again.
+_checked: weakref.WeakKeyDictionary[Handle, set[int]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,10 @@ class UpperPart:
                 self._tails(examples, *group)
                 for group in _groups(examples, max(CHEAP, CHEAP_NARROW // handle.d_model**2))
             ]
-            if handle not in _checked and self.tails:
+            checked = _checked.setdefault(handle, set())
+            if layer not in checked and self.tails:
                 self._check(self.tails[0])
-                _checked.add(handle)
+                checked.add(layer)
 
     def _check(self, tails: Tails) -> None:
         """LabError unless the blocks give twice what they gave in the forward: some write over what they were given.
@@ -161,6 +163,9 @@ class UpperPart:
                 hooks.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
             hooks.callback(self._blocks[-1].register_forward_hook(partial(_keep_last, tails)).remove)
             forward(longest - length, longest)
+        # Blocks that only read what others keep may be given no more than what logits were asked for (Gemma 4 E2B).
+        if not length == tails.residual.shape[1] == tails.last.shape[1]:
+            raise self._refusal()
         return tails
 
     def _recorder(self, tails: Tails, cache: Any) -> Any:

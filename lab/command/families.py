@@ -26,6 +26,11 @@ LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }  # fmt: skip
+STATES: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
+SECTIONS: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 # Family -> (configuration of transformers, what it needs beside SIZES; a part for the text where it takes images).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,6 +78,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "BioGPT": ("BioGptConfig", SIZES),
     "LFM2": ("Lfm2Config", SIZES | {"layer_types": ["conv", "full_attention"] * 2}),
     "Mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 4, "state_size": 8}),
+    "Gemma 4": ("Gemma4TextConfig", SIZES | {"global_head_dim": 8, "layer_types": ["full_attention"] * 4,
+                                             "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
+    "Gemma 4 E2B": ("Gemma4TextConfig", SIZES | {"global_head_dim": 8, "layer_types": ["full_attention"] * 4,
+                                                 "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}),
+    "Llama 4": ("Llama4TextConfig", SIZES | EXPERTS | {"intermediate_size_mlp": 64}),
+    "Bamba": ("BambaConfig", SIZES | STATES | {"attn_layer_indices": [1, 3]}),
+    "Jamba": ("JambaConfig", SIZES | EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
+                                                "mamba_dt_rank": 4}),
+    "Nemotron-H": ("NemotronHConfig", SIZES | {
+        "layers_block_type": ["mamba", "attention", "mlp", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 8,
+        "n_groups": 1, "ssm_state_size": 8, "chunk_size": 16}),
+    "Mistral3": ("Mistral3Config", {"text_config": ("MistralConfig", SIZES),
+                                    "vision_config": ("PixtralVisionConfig", VISION)}),
+    "Qwen2-VL": ("Qwen2VLConfig", {
+        "text_config": ("Qwen2VLTextConfig", SIZES | {"rope_parameters": SECTIONS}),
+        "vision_config": ("Qwen2VLVisionConfig", {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32})}),
+    "SmolVLM": ("SmolVLMConfig", {"text_config": ("LlamaConfig", SIZES),
+                                  "vision_config": ("SmolVLMVisionConfig", VISION)}),
     "LLaVA": ("LlavaConfig", {"text_config": ("LlamaConfig", SIZES), "vision_config": ("CLIPVisionConfig", VISION)}),
 }  # fmt: skip
 TEXT = "The river runs past the old mill and into the sea."
@@ -99,6 +122,8 @@ def make(name: str) -> Any:
         special = {"vocab_size": len(_tokenizer()), "bos_token_id": 1, "eos_token_id": 1}
         if not inner.keys() >= {"text_config"} and "Vision" not in kind:
             inner = special | inner
+        if inner.get("hidden_size_per_layer_input"):
+            inner["vocab_size_per_layer_input"] = len(_tokenizer())
         return getattr(transformers, kind)(**inner)
 
     config = config_of(*FAMILIES[name])
@@ -164,7 +189,10 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def _facts(handle: Any, compare: Callable[[Any, Any], None]) -> None:
-    """Write a fact into an empty memory of the model, and compare with the row put into the table by hand."""
+    """Write a fact into an empty memory of the model, and compare with the row put into the table by hand.
+
+    Also what the writing reports: the probability of the answer before, and behind it.
+    """
     import torch
 
     from engram_lab.models.grafting import graft
@@ -173,8 +201,19 @@ def _facts(handle: Any, compare: Callable[[Any, Any], None]) -> None:
     from engram_lab.probes.facts.sets import StatedFact, Writing, write
 
     grafted = graft(handle, [2], rows_per_head=200, heads=2)
-    overlay, _ = write(grafted, (StatedFact("The river runs past the old", " mill"),), Writing("ada", steps=2))
+    overlay, report = write(
+        grafted, (StatedFact("The river runs past the old", " mill and into"),), Writing("ada", steps=2)
+    )
+    (answer,) = report.answer_ids
     ids = torch.tensor([grafted.encode("The river runs past the old")])
+    whole = torch.cat([ids, torch.tensor([answer[:-1]], dtype=ids.dtype)], dim=1)
+
+    def probability() -> torch.Tensor:
+        logits = grafted.model(input_ids=whole, use_cache=False).logits[0, ids.shape[1] - 1 :].double()
+        return logits.log_softmax(-1).gather(1, torch.tensor([answer]).T).sum()
+
+    with torch.no_grad():
+        compare(torch.tensor(report.probability_before).double().log(), probability())
     with prepare(grafted, overlay).applied():
         ours = grafted.residuals(ids).logits
     (memory,) = memories(grafted)
@@ -183,6 +222,7 @@ def _facts(handle: Any, compare: Callable[[Any, Any], None]) -> None:
         before = memory.table.weight[rows.rows].clone()
         memory.table.weight[rows.rows] = rows.vectors
         theirs = grafted.model(input_ids=ids, use_cache=False).logits
+        compare(torch.tensor(report.probability_after).double().log(), probability())
         memory.table.weight[rows.rows] = before
     compare(ours, theirs)
 
