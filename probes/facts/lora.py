@@ -24,7 +24,6 @@ from engram_lab.models.grafting import twin
 from engram_lab.models.handle import Handle
 from engram_lab.probes.base import Progress
 
-# What makes queries, keys and values: Llama and its like; GPT-NeoX; GPT-2. The latter two make them in one.
 # What makes queries, keys and values, by family; of one family all of a block's have to be there.
 PROJECTIONS = (
     {"q_proj", "k_proj", "v_proj"}, {"query_key_value"}, {"c_attn"}, {"Wqkv"}, {"qkv_proj"},
