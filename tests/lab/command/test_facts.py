@@ -39,8 +39,10 @@ def command(*words: Any) -> int:
 
 
 def written(*words: Any) -> int:
-    steps = () if "--steps" in words else ("--steps", 3)
-    return command("facts", "write", "--model", "engram-mini", *steps, *words)
+    usual = {"--model": "engram-mini", "--steps": 3}
+    return command(
+        "facts", "write", *(word for name in usual.keys() - {*words} for word in (name, usual[name])), *words
+    )
 
 
 def test_write_list_and_remove(tmp_path: Path, capsys: Capture) -> None:
