@@ -88,6 +88,6 @@ def check_map(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Non
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise TokenizerMismatchError(
             f"The tokenizer {name} yields the canonical map {digest[:12]} ({size} ids), but the memory was trained "
-            f"with the map {config.engram_map_sha256[:12]} ({config.engram_compressed_vocab_size} ids): use the "
+            f"with the map {str(config.engram_map_sha256)[:12]} ({config.engram_compressed_vocab_size} ids): use the "
             "tokenizer saved with the checkpoint."
         )

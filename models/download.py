@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import save_file
-from tokenizers import pre_tokenizers
 
 from engram_lab.models import listing, loading, weightfiles
 from engram_lab.models.errors import CheckpointError, LabError, UnknownModelError
@@ -38,13 +37,6 @@ Progress = Callable[[float, str], None]
 _POLL = 0.2  # seconds between two looks at a running download
 _CHUNK = 1 << 20
 _LARGEST_PART = 0.6  # of the bar: the download; then unpacking and converting
-# How text is cut before BPE, by the name in the GGUF, where transformers takes the cut of GPT-2 for it. Without the
-# digits apart, two spaces or line ends before a digit come out as two tokens instead of one.
-_PRE_TOKENIZERS = {
-    "smollm": lambda: pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-}
 
 
 class DownloadError(LabError):
@@ -298,8 +290,8 @@ def _unpack(source: Source, arrived: Path, file: Path, say: Progress) -> None:
 def convert(file: Path, folder: Path) -> None:
     """Write the GGUF model `file` as a checkpoint folder: float32 weights, configuration, tokenizer, chat template.
 
-    The tokenizer is made whole first: transformers gives every token of the kind "control" but three for text, and
-    cuts text as GPT-2 does. Raises CheckpointError.
+    The tokenizer is made whole first: transformers may give tokens of the kind "control" for text. Raises
+    CheckpointError.
     """
     loaded = loading.load(file, torch.device("cpu"), "float32", False)
     config = json.loads(loaded.model.config.to_json_string())
@@ -310,10 +302,9 @@ def convert(file: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     tokenizer: Any = loaded.tokenizer
-    cut, control = _tokenizer_facts(file)
-    if cut in _PRE_TOKENIZERS:
-        tokenizer.backend_tokenizer.pre_tokenizer = _PRE_TOKENIZERS[cut]()
-    tokenizer.add_tokens([token for token in control if token not in tokenizer.all_special_tokens], special_tokens=True)
+    tokenizer.add_tokens(
+        [token for token in _control_tokens(file) if token not in tokenizer.all_special_tokens], special_tokens=True
+    )
     tokenizer.model_max_length = loaded.model.config.max_position_embeddings
     tokenizer.save_pretrained(folder)
 
@@ -326,8 +317,8 @@ def convert(file: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _tokenizer_facts(file: Path) -> tuple[str, list[str]]:
-    """The name of the pre-tokenizer in a GGUF file, and its tokens that stand for no text."""
+def _control_tokens(file: Path) -> list[str]:
+    """The tokens of a GGUF file that stand for no text."""
     import gguf
 
     reader = gguf.GGUFReader(file)
@@ -337,7 +328,7 @@ def _tokenizer_facts(file: Path) -> tuple[str, list[str]]:
         return found.contents() if found is not None else []
 
     kinds = zip(field("tokens"), field("token_type"), strict=True)
-    return field("pre") or "", [token for token, kind in kinds if kind == gguf.TokenType.CONTROL]
+    return [token for token, kind in kinds if kind == gguf.TokenType.CONTROL]
 
 
 def _note_source(folder: Path, source: dict[str, Any]) -> None:

@@ -52,4 +52,6 @@ class Cancelled(Exception):
 def first_line(error: BaseException) -> str:
     """What an error of another library says, cut down to a part of a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0][:240] if lines else type(error).__name__).rstrip(".")
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:240].rstrip(".:")

@@ -28,7 +28,7 @@ from engram_lab.models.engram import (
     MemoryStack,
 )
 from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError
-from engram_lab.models.files import whole
+from engram_lab.models.files import load_json, whole
 from engram_lab.models.layouts import find_layout
 from engram_lab.models.memory_state import MemoryGeneration, state_layers
 from engram_lab.models.weightfiles import short
@@ -77,7 +77,7 @@ class Graft:
 def load_graft(folder: Path) -> Graft:
     """What graft.json of a folder says; CheckpointError if it is damaged."""
     try:
-        stored = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        stored = load_json((folder / FILE).read_bytes())
         if stored.pop("format") != FORMAT:
             raise ValueError("it is of another version")
         stored["layers"] = tuple(stored["layers"])

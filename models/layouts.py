@@ -33,7 +33,10 @@ class Layout:
 
     def unembed(self, model: nn.Module, residual: Tensor) -> Tensor:
         """Logits [..., vocab] of a residual [..., d_model], with the same operations as the model's own."""
-        logits = model.get_submodule(self.head)(model.get_submodule(self.final_norm)(residual))
+        head = model.get_submodule(self.head)
+        weight: Any = head.weight
+        # Mamba carries its residual in float32 through a model of 16 bits.
+        logits = head(model.get_submodule(self.final_norm)(residual).to(weight.dtype))
         if self.multiply is not None:
             logits = logits * self.multiply
         if self.divide is not None:

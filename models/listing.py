@@ -5,7 +5,6 @@ A shipped model has a folder in assets, one that was got a folder in the user's 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import dataclass
@@ -93,7 +92,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint folder; CheckpointError where there is none that can be read."""
     file = folder / "config.json"
     if not file.is_file():
-        raise CheckpointError(f"{folder} is not a checkpoint: config.json is missing.")
+        raise CheckpointError(_other_weights(folder) or f"{folder} is not a checkpoint: config.json is missing.")
     try:
         config = load_json(file.read_bytes())
     except ValueError as error:
@@ -110,9 +109,11 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / "model.safetensors"]
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index} is not a valid index of weight files ({error}).") from error
+            names = sorted(set(load_json(index.read_bytes())["weight_map"].values()))
+            if not names or not all(isinstance(name, str) and Path(name).name for name in names):
+                raise ValueError("it names no file")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is not a valid index of weight files ({first_line(error)}).") from error
         files = [folder / Path(name).name for name in names]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
@@ -124,4 +125,37 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has its weights only as a pickle ({pickles[0]}), which can run code when it is read: "
             "convert them to model.safetensors."
         )
-    raise CheckpointError(f"{folder} has no weights: model.safetensors is missing.")
+    raise CheckpointError(_other_weights(folder) or f"{folder} has no weights: model.safetensors is missing.")
+
+
+def _other_weights(folder: Path) -> str:
+    """What a folder holds in place of a whole checkpoint, in one sentence; "" if there is nothing of that kind."""
+    files = sorted(folder.glob("*.[gG][gG][uU][fF]"))
+    return f"{folder} holds GGUF files and no checkpoint: give the file itself, {files[0]}." if files else ""
+
+
+# Weights that go on top of a base, by the programs that write them: peft, then engram-peft.
+_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "engram_adapters.safetensors")
+
+
+def check_adapter(folder: Path) -> None:
+    """CheckpointError for a folder with an adapter, which would be passed over."""
+    there = [name for name in _ADAPTERS if (folder / name).is_file()]
+    if not there:
+        return
+    try:
+        base = load_json((folder / _ADAPTERS[0]).read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    of = f" of {base}" if isinstance(base, str) and base else ""
+    model = any(file.name not in _ADAPTERS for kind in ("*.safetensors", "*.gguf") for file in folder.glob(kind))
+    if "engram" in there[0]:
+        way = "open its base alone, as this lab does not run the memories of engram-peft"
+    else:
+        way = "merge it into its base (peft: merge_and_unload), and save the whole"
+    if model:
+        raise CheckpointError(
+            f"{folder} holds an adapter{of} ({there[0]}) beside the model, which this lab would leave out: {way}, or "
+            "move it away."
+        )
+    raise CheckpointError(f"{folder} holds an adapter{of} ({there[0]}) and no model: {way}.")

@@ -5,7 +5,6 @@ Everything is read from safetensors, JSON and GGUF, never a pickle; every failur
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,19 +14,14 @@ from typing import Any
 
 import torch
 from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from engram_lab.models import gguf_file, graft, listing, weightfiles
+from engram_lab.models import architectures, gguf_file, graft, listing, weightfiles
 from engram_lab.models.canonical import canonical_map, check_map, map_sha256
 from engram_lab.models.engram import EngramForCausalLM  # registers the Engram with transformers' auto classes
 from engram_lab.models.errors import CheckpointError, LabError, TokenizerMismatchError, UnknownModelError, first_line
@@ -184,7 +178,7 @@ def check_memory(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         )
     if config.engram_map_sha256:
         check_map(model, tokenizer)
-    digest = config.engram_map_sha256 or map_sha256(canonical_map(tokenizer))
+    digest = str(config.engram_map_sha256 or map_sha256(canonical_map(tokenizer)))
     if map_sha256(mapped) != digest:
         raise TokenizerMismatchError(
             f"{path}: its canonical_ids are not the map of its tokenizer ({map_sha256(mapped)[:12]}, and it should be "
@@ -219,29 +213,29 @@ def _load_grafted(
 def _load_folder(
     folder: Path, device: torch.device, dtype: str | torch.dtype | None, trust_remote_code: bool
 ) -> Loaded:
-    _check_adapter(folder)
+    listing.check_adapter(folder)
     raw = listing.read_config(folder)
-    config = _build_config(folder, raw, trust_remote_code)
-    method = (raw.get("quantization_config") or {}).get("quant_method")
-    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        raise CheckpointError(f"{folder} is quantised with {method}, which transformers does not know.")
+    config = architectures.build_config(folder, raw, trust_remote_code)
+    method = architectures.quantisation(folder, raw)
     entries = weightfiles.read_headers(listing.weight_files(folder))
+    if (deep := getattr(config.get_text_config(), "num_hidden_layers", None) or 0) > len(entries):
+        raise CheckpointError(f"{folder}/config.json names {deep} layers, and the file holds {len(entries)} tensors.")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing.")
     chosen = choose_dtype(dtype, device, weightfiles.stored_dtype(entries))
     digest = weightfiles.config_digest(raw)
-    remote = class_of(config) is None  # code from the checkpoint itself
+    remote = architectures.class_of(config) is None  # code from the checkpoint itself
     options = {"dtype": chosen, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         if remote or method is not None:
             weightfiles.hash_tensors(entries, digest)
             model, info = _from_pretrained(folder, trust_remote_code=trust_remote_code, use_safetensors=True, **options)
         else:
-            model_class = class_of(config)
+            model_class = architectures.class_of(config)
             if model_class.config_class is config.sub_configs.get("text_config"):
                 config = config.get_text_config()  # as AutoModelForCausalLM does
-            kept = re.compile("|".join(_kept_in_float32(model_class)) or "(?!)")
-            tensors = weightfiles.read_tensors(entries, chosen, digest, kept.search)
+            kept = architectures.kept_in_float32(model_class, config, entries) if chosen != torch.float32 else None
+            tensors = weightfiles.read_tensors(entries, chosen, digest, kept)
             _check_tied(folder, config, tensors)
             model, info = model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
             del tensors
@@ -258,12 +252,6 @@ def _load_folder(
     return Loaded(model, _load_tokenizer(folder, trust_remote_code), weightfiles.short(digest))
 
 
-def _kept_in_float32(model_class: Any) -> list[str]:
-    """Patterns of the names of tensors that transformers keeps in float32 whatever the model runs in."""
-    kinds = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    return [rf"(^|\.){name}($|\.)" for kind in kinds for name in getattr(model_class, kind, None) or ()]
-
-
 def _check_tied(folder: Path, config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """CheckpointError where config.json ties head and embedding and the file holds two that differ."""
     heads = [name for name in tensors if name.rpartition(".")[0].endswith(("lm_head", "embed_out"))]
@@ -278,58 +266,8 @@ def _check_tied(folder: Path, config: Any, tensors: Mapping[str, torch.Tensor]) 
         )
 
 
-def _check_adapter(folder: Path) -> None:
-    """CheckpointError for a folder with an adapter, which would be passed over."""
-    file = folder / "adapter_config.json"
-    if not file.is_file():
-        return
-    try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (ValueError, AttributeError, RecursionError):
-        base = None
-    of = f" of {base}" if isinstance(base, str) and base else ""
-    if (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{folder} holds an adapter{of} (adapter_config.json) beside the model, which this lab would leave out: "
-            "merge it into the model (peft: merge_and_unload), or move it away."
-        )
-    raise CheckpointError(
-        f"{folder} holds an adapter{of} (adapter_config.json) and no model: merge it into its base (peft: "
-        "merge_and_unload), and save the whole."
-    )
-
-
 def _from_pretrained(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
-
-
-def _build_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> Any:
-    kind = raw.get("model_type")
-    if kind not in CONFIG_MAPPING and not trust_remote_code:
-        if "auto_map" in raw:
-            raise CheckpointError(
-                f'{folder} is of the type "{kind}" and brings its own code, which runs only if asked for: '
-                "trust_remote_code=True."
-            )
-        raise CheckpointError(f'{folder} is of the type "{kind}", an architecture that this lab does not know.')
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # a bad value anywhere in the configuration
-        raise CheckpointError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
-    if class_of(config) is None and "AutoModelForCausalLM" not in raw.get("auto_map", {}):
-        raise CheckpointError(
-            f'{folder} is of the type "{kind}", which is not a causal language model: choose one that continues text.'
-        )
-    return config
-
-
-def class_of(config: Any) -> Any:
-    """transformers' class of a causal LM, or of one that takes images too and runs on text alone; None for neither."""
-    for known in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
-        if type(config) in known:
-            found = known[type(config)]
-            return found[0] if isinstance(found, tuple) else found
-    return None
 
 
 # What old checkpoints hold beside weights, and every model computes itself: masks, angles, numbers of positions.
@@ -368,16 +306,20 @@ def _load_gguf(file: Path, device: torch.device, dtype: str | torch.dtype | None
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise CheckpointError(f"{file} is not a GGUF file: it does not begin with GGUF.")
+    listing.check_adapter(file.parent)
     chosen = choose_dtype(dtype, device, torch.float32)
-    try:
-        model, info = _from_pretrained(file.parent, gguf_file=file.name, dtype=chosen, output_loading_info=True)
-    except ImportError as error:
-        raise CheckpointError(f"{file} is a GGUF file, and reading one needs the package gguf.") from error
-    except Exception as error:  # from the reader: anything
-        raise CheckpointError(f"{file} cannot be read as a GGUF model: {first_line(error)}") from error
-    _check_complete(file, info, {})
-    gguf_file.check(file, model)
-    tokenizer = _load_tokenizer(file.parent, gguf_file=file.name)
+    with gguf_file.alone(file) as folder:
+        try:
+            model, info = _from_pretrained(folder, gguf_file=file.name, dtype=chosen, output_loading_info=True)
+        except ImportError as error:
+            raise CheckpointError(f"{file} is a GGUF file, and reading one needs the package gguf.") from error
+        except Exception as error:  # from the reader: anything
+            reason = first_line(error).replace(str(folder / file.name), "it")
+            raise CheckpointError(f"{file} cannot be read as a GGUF model: {reason}") from error
+        _check_complete(file, info, {})
+        gguf_file.check(file, model)
+        tokenizer = _load_tokenizer(folder, gguf_file=file.name)
+    gguf_file.set_cut(file, tokenizer)
     return Loaded(model, tokenizer, weightfiles.file_fingerprint(file))
 
 

@@ -75,8 +75,10 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def _entry(file: Path, base: int, item: dict[str, Any]) -> Entry:
-    start, end = item["data_offsets"]
-    return Entry(file, item["dtype"], tuple(item["shape"]), base + start, end - start)
+    (start, end), shape = item["data_offsets"], item["shape"]
+    if not all(type(n) is int and n >= 0 for n in (start, end, *shape)) or not isinstance(item["dtype"], str):
+        raise ValueError(f"{item} is no place of a tensor")
+    return Entry(file, item["dtype"], tuple(shape), base + start, end - start)
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, Entry]:

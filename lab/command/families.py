@@ -115,7 +115,7 @@ def make(name: str) -> Any:
     import torch
     import transformers
 
-    from engram_lab.models.loading import class_of
+    from engram_lab.models.architectures import class_of
 
     def config_of(kind: str, fields: dict[str, Any]) -> Any:
         inner = {key: config_of(*value) if isinstance(value, tuple) else value for key, value in fields.items()}
