@@ -34,8 +34,12 @@ def write_llama(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     more: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+    pre: str = "gpt-2",
 ) -> None:
-    """Write `model` in float32 with its byte-level BPE tokenizer; `more` adds metadata and tensors."""
+    """Write `model` in float32 with its BPE tokenizer, byte-level or with byte fallback.
+
+    `more` adds metadata and tensors; `pre` is how text is cut.
+    """
     config = model.config
     writer = gguf.GGUFWriter(str(file), "llama")
     writer.add_name("tiny")
@@ -52,15 +56,15 @@ def write_llama(
 
     tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(len(tokenizer))]
     padding = [f"<pad{i}>" for i in range(len(tokens), config.vocab_size)]
-    kinds = [gguf.TokenType.CONTROL if t in ("<|bos|>", "<|eos|>") else gguf.TokenType.NORMAL for t in tokens]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    kinds = [gguf.TokenType.CONTROL if t in tokenizer.all_special_tokens else gguf.TokenType.NORMAL for t in tokens]
+    core = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    writer.add_tokenizer_model("llama" if core["byte_fallback"] else "gpt2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens + padding)
     writer.add_token_types(kinds + [gguf.TokenType.UNUSED] * len(padding))
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
+    writer.add_token_merges([" ".join(pair) for pair in core["merges"]])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_add_bos_token(True)
 
     for name, tensor in model.state_dict().items():

@@ -13,7 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DeepseekV3Config,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MambaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from engram_lab.models import weightfiles
 from engram_lab.models.errors import CheckpointError, LabError
@@ -67,8 +77,31 @@ def deepseek() -> torch.nn.Module:
     return model
 
 
+def images_and_experts() -> torch.nn.Module:
+    """Whose text part, and not its own class, names what stays in float32."""
+    torch.manual_seed(4)
+    text = {
+        "model_type": "glm4_moe", "vocab_size": tiny.VOCAB, "hidden_size": 32, "intermediate_size": 64,
+        "moe_intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "n_group": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, "max_position_embeddings": 64,
+    }  # fmt: skip
+    vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "image_size": 8, "patch_size": 4}  # fmt: skip
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=1)
+    return LlavaForConditionalGeneration(config)
+
+
+def mamba() -> torch.nn.Module:
+    """Whose residual is in float32 whatever the rest is in."""
+    torch.manual_seed(5)
+    return CAUSAL[MambaConfig](MambaConfig(vocab_size=tiny.VOCAB, hidden_size=32, num_hidden_layers=3, state_size=4))
+
+
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "deepseek_v3": deepseek,
+    "llava": images_and_experts,
+    "mamba": mamba,
     **{family: lambda family=family: tiny.make(family) for family in ("llama_tied", "gpt2", "gpt_neox", "gemma3")},
 }
 
@@ -80,16 +113,37 @@ def test_every_tensor_is_that_of_transformers(
 ) -> None:
     monkeypatch.setattr(weightfiles, "_SMALL", 64)  # so that tensors of this size count as large ones
     folder = saved(MODELS[family](), tokenizer, tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    auto = AutoModelForImageTextToText if family == "llava" else AutoModelForCausalLM
+    theirs = auto.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     ours = open_model(str(folder), dtype=dtype).model
     expected = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
     found = dict(ours.named_parameters()) | dict(ours.named_buffers())
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    ids = torch.tensor([[3, 50, 7, 200]])
+    with torch.no_grad():
+        assert torch.equal(theirs(ids).logits, ours(ids).logits)
     if family == "deepseek_v3" and dtype == "bfloat16":
         bias = next(tensor for name, tensor in found.items() if name.endswith("e_score_correction_bias"))
         assert bias.dtype == torch.float32 and not torch.equal(bias, bias.bfloat16().float()), "it was never rounded"
+
+
+def test_a_router_in_float32_among_16_bits_is_never_rounded(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSeek's are published: whatever name it has in the file."""
+    monkeypatch.setattr(weightfiles, "_SMALL", 64)
+    model = deepseek()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "gate.weight" not in name and "bias" not in name:
+            tensor.data = tensor.data.bfloat16()
+    folder = saved(model, tokenizer, tmp_path)
+    ours = open_model(str(folder), dtype="bfloat16").model
+    gates = [name for name, _ in model.named_parameters() if name.endswith("mlp.gate.weight")]
+    assert len(gates) == 2
+    for name in gates:
+        assert torch.equal(ours.get_parameter(name), model.get_parameter(name))
 
 
 @pytest.mark.parametrize(
